@@ -1,0 +1,140 @@
+"""Loads the compiled library and calls its kernels on torch CPU tensors.
+
+The library is built against one exact executorch: another one may lay out its C++ types otherwise,
+so a mismatch is an ImportError rather than a crash in a kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGE = Path(__file__).parent
+
+# The order of glimmer::DType in kernels/include/glimmer/tensor.h.
+DTYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+)
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+
+def check_executorch(built_for: str, installed: str) -> None:
+    """Raises ImportError when the installed executorch is not the one the library was built for."""
+    if built_for != installed:
+        raise ImportError(
+            f"glimmer_ops was built for executorch {built_for}, found executorch {installed}: "
+            f"install executorch=={built_for} or rebuild glimmer_ops"
+        )
+
+
+def _load() -> Any:
+    try:
+        installed = metadata.version("executorch")
+    except metadata.PackageNotFoundError:
+        raise ImportError("glimmer_ops needs executorch, which is not installed") from None
+    try:
+        from . import _C  # type: ignore[attr-defined]
+    except ImportError as error:
+        needed = re.search(r"libexecutorch\S*|\S*undefined symbol\S*", str(error))
+        if needed:
+            raise ImportError(
+                f"glimmer_ops could not link to executorch {installed} ({error}): "
+                "rebuild glimmer_ops against the installed executorch"
+            ) from error
+        raise
+    check_executorch(_C.EXECUTORCH_VERSION, installed)
+    if _C.isa_error():
+        raise ImportError(_C.isa_error())
+    return _C
+
+
+_C = _load()
+
+
+def isas() -> list[str]:
+    """ISAs this machine can run, weakest first: "scalar", then "avx2", "avx512" where present."""
+    return _C.isas()
+
+
+def isa() -> str:
+    """The ISA whose kernels run; GLIMMER_CPU_ISA or `set_isa` choose it, else the best one."""
+    return _C.isa()
+
+
+def set_isa(name: str) -> None:
+    """Selects an ISA of `isas()`, or "auto". Raises ValueError for one this machine lacks."""
+    _C.set_isa(name)
+
+
+def exact_mode() -> bool:
+    """Whether K-quant matmuls keep float activations (exact) instead of int8 ones (default)."""
+    return _C.exact()
+
+
+def set_exact(exact: bool) -> None:
+    """Selects the exact path for every K-quant matmul of this process; GLIMMER_EXACT=1 starts so."""
+    _C.set_exact(exact)
+
+
+@contextlib.contextmanager
+def use_isa(name: str) -> Iterator[None]:
+    before = isa()
+    set_isa(name)
+    try:
+        yield
+    finally:
+        set_isa(before)
+
+
+@contextlib.contextmanager
+def use_exact(exact: bool = True) -> Iterator[None]:
+    before = exact_mode()
+    set_exact(exact)
+    try:
+        yield
+    finally:
+        set_exact(before)
+
+
+def cpu_ops() -> list[str]:
+    """Names of the ops that have a CPU kernel."""
+    return _C.op_names()
+
+
+def _pack(op: str, name: str, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.dtype not in _DTYPE_CODES:
+        expected = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+        raise ValueError(f"{op}: {name}: expected a dtype of {expected}, found {value.dtype}")
+    if not value.is_contiguous():
+        raise ValueError(
+            f"{op}: {name}: expected a contiguous tensor, found shape {tuple(value.shape)} "
+            f"with strides {value.stride()}"
+        )
+    return (value.data_ptr(), _DTYPE_CODES[value.dtype], tuple(value.shape))
+
+
+def call(op: str, names: Sequence[str], args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """Runs op's CPU kernel. Mutated arguments change in place; outputs are new tensors.
+
+    Raises ValueError naming the argument, what was expected and what was found.
+    """
+    packed = [_pack(op, n, a) for n, a in zip(names, args, strict=True)]
+    outs = tuple(
+        torch.empty(sizes, dtype=DTYPES[code]) for code, sizes in _C.infer(op, packed)
+    )
+    _C.run(op, packed, [_pack(op, "out", o) for o in outs])
+    return outs

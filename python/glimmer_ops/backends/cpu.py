@@ -1,0 +1,35 @@
+"""The CPU backend: C++ kernels, one compiled variant per ISA, exact and integer paths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import _native
+from ..ops._contract import Op
+from ._backend import Variant
+
+
+class Cpu:
+    name = "cpu"
+
+    def supports(self, op: Op) -> bool:
+        return op.name in _native.cpu_ops()
+
+    def variants(self, op: Op) -> list[Variant]:
+        if op.integer_nmse is None:
+            return [Variant(isa, isa=isa) for isa in _native.isas()]
+        return [
+            Variant(f"{isa}-{'exact' if exact else 'int8'}", exact, isa)
+            for isa in _native.isas()
+            for exact in (True, False)
+        ]
+
+    def run(self, op: Op, args: Sequence[Any], variant: Variant) -> tuple[torch.Tensor, ...]:
+        with _native.use_isa(variant.isa), _native.use_exact(variant.exact):
+            return _native.call(op.name, op.arg_names, args)
+
+
+BACKEND = Cpu()

@@ -1,0 +1,92 @@
+"""Judges a backend's op against the reference, one case at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .backends import Backend, Variant
+from .ops._contract import Case, Op
+
+
+@dataclass(frozen=True)
+class Verdict:
+    op: str
+    case: str
+    backend: str
+    variant: str
+    passed: bool
+    nmse: float | None  # None for a refusal
+    bound: float
+    detail: str
+
+
+def nmse(value: torch.Tensor, expected: torch.Tensor) -> float:
+    """Σ(value - expected)² / Σexpected², over the places where the reference is finite.
+
+    0 for equal tensors, inf where the value is not finite but the reference is, or the reverse.
+    """
+    v, e = value.double(), expected.double()
+    finite = torch.isfinite(e)
+    if not torch.equal(torch.isfinite(v), finite):
+        return float("inf")
+    if not torch.equal(torch.isnan(v), torch.isnan(e)):
+        return float("inf")
+    v, e = v[finite], e[finite]
+    error = (v - e).square().sum().item()
+    if error == 0:
+        return 0.0
+    power = e.square().sum().item()
+    return error / power if power else float("inf")
+
+
+def clone_args(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(a.clone() if isinstance(a, torch.Tensor) else copy.copy(a) for a in args)
+
+
+def tensors_of(op: Op, args: tuple[Any, ...], outs: Any) -> dict[str, torch.Tensor]:
+    """Everything an op produced: its outputs and its mutated arguments, by name."""
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    named = {f"out{i}" if len(outs) > 1 else "out": o for i, o in enumerate(outs)}
+    by_name = dict(zip(op.arg_names, args, strict=True))
+    return named | {name: by_name[name] for name in op.mutates}
+
+
+def run_case(op: Op, case: Case, backend: Backend, variant: Variant) -> Verdict:
+    """Runs one case and compares every output and mutated argument with the reference."""
+    bound = op.bound(case, variant.exact)
+
+    def verdict(passed: bool, value: float | None, detail: str) -> Verdict:
+        return Verdict(op.name, case.id, backend.name, variant.name, passed, value, bound, detail)
+
+    args = case.make()
+    try:
+        result = tensors_of(op, args, backend.run(op, args, variant))
+    except ValueError as error:
+        if case.error:
+            return verdict(case.error in str(error), None, str(error))
+        return verdict(False, None, f"refused: {error}")
+    if case.error:
+        return verdict(False, None, f"accepted; expected a refusal with '{case.error}'")
+    expected_args = case.make()
+    expected = tensors_of(op, expected_args, op.reference(*expected_args))
+    worst = 0.0
+    for name, want in expected.items():
+        got = result[name]
+        if got.shape != want.shape or got.dtype != want.dtype:
+            detail = f"{name}: expected {want.dtype}{list(want.shape)}, found {got.dtype}{list(got.shape)}"
+            return verdict(False, None, detail)
+        worst = max(worst, nmse(got, want))
+    return verdict(worst <= bound, worst, "")
+
+
+def check(op: Op, backend: Backend, case_id: str | None = None) -> Iterator[Verdict]:
+    """Verdicts of every case of op on every variant of backend that this machine can run."""
+    for case in op.all_cases():
+        if case_id is None or case.id == case_id:
+            for variant in backend.variants(op):
+                yield run_case(op, case, backend, variant)

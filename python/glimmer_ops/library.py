@@ -1,0 +1,59 @@
+"""Defines `torch.ops.glimmer.*` from the op registry: schema, fake and CPU kernel of every op.
+
+Each op has a functional form and an `.out` form of the same arguments, which ExecuTorch calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import _native
+from .ops import OPS
+from .ops._contract import Op
+
+
+def _define_namespace() -> torch.library.Library:
+    try:
+        return torch.library.Library("glimmer", "DEF")
+    except RuntimeError as error:
+        raise ImportError(
+            "the torch.library namespace 'glimmer' is already defined in this process: "
+            "is another copy of glimmer_ops imported?"
+        ) from error
+
+
+_LIBRARY = _define_namespace()
+
+
+def _functional(op: Op) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        outs = _native.call(op.name, op.arg_names, args)
+        return outs[0] if op.returns == 1 else outs
+
+    return call
+
+
+def _out(op: Op) -> Callable[..., Any]:
+    def call(*args: Any, **outs: torch.Tensor) -> Any:
+        values = _native.call(op.name, op.arg_names, args)
+        for out, value in zip(outs.values(), values, strict=True):
+            out.resize_(value.shape).copy_(value)
+        return tuple(outs.values()) if op.returns > 1 else next(iter(outs.values()))
+
+    return call
+
+
+def _register(op: Op) -> None:
+    _LIBRARY.define(op.schema)
+    _LIBRARY.define(op.out_schema)
+    torch.library.register_fake(f"glimmer::{op.name}", op.fake, lib=_LIBRARY)
+    if op.name in _native.cpu_ops():
+        _LIBRARY.impl(op.name, _functional(op), "CPU")
+        _LIBRARY.impl(f"{op.name}.out", _out(op), "CPU")
+
+
+for _op in OPS.values():
+    _register(_op)

@@ -1,0 +1,7 @@
+#include "bindings.h"
+
+namespace glimmer {
+
+void bind_session(pybind11::module_&) {}
+
+}  // namespace glimmer

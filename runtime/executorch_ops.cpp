@@ -1,0 +1,150 @@
+// Registers every op of the registry with ExecuTorch as glimmer::<op>.out, once per process.
+//
+// ExecuTorch calls a kernel through a bare function pointer, so op i gets the i-th of a fixed set
+// of functions. A second copy of this library finds the names taken and registers nothing.
+#include <executorch/runtime/core/event_tracer_hooks.h>
+#include <executorch/runtime/kernel/kernel_includes.h>
+#include <executorch/runtime/kernel/operator_registry.h>
+
+#include <array>
+
+#include "op_call.h"
+
+namespace glimmer {
+namespace {
+
+namespace et = executorch::runtime;
+using executorch::aten::ScalarType;
+
+constexpr int kMaxOps = 64;
+constexpr int kMaxArgs = 24;
+constexpr int kMaxOuts = 4;
+
+bool to_dtype(ScalarType t, DType& out) {
+  switch (t) {
+    case ScalarType::Float:
+      out = DType::F32;
+      return true;
+    case ScalarType::Half:
+      out = DType::F16;
+      return true;
+    case ScalarType::BFloat16:
+      out = DType::BF16;
+      return true;
+    case ScalarType::Byte:
+      out = DType::U8;
+      return true;
+    case ScalarType::Int:
+      out = DType::I32;
+      return true;
+    case ScalarType::Long:
+      out = DType::I64;
+      return true;
+    case ScalarType::Bool:
+      out = DType::Bool;
+      return true;
+    default:
+      return false;
+  }
+}
+
+Status to_tensor(const executorch::aten::Tensor& t, Tensor& out) {
+  if (t.dim() > kMaxDims) return Status::error("a tensor has more than 4 dimensions");
+  if (!to_dtype(t.scalar_type(), out.dtype))
+    return Status::error("a tensor has an unsupported dtype");
+  if (!et::is_contiguous_dim_order(t.dim_order().data(), t.dim()))
+    return Status::error("a tensor is not contiguous");
+  out.ndim = static_cast<int>(t.dim());
+  for (int i = 0; i < out.ndim; ++i) out.sizes[i] = t.size(i);
+  out.data = const_cast<void*>(t.const_data_ptr());
+  return {};
+}
+
+Status to_arg(const et::EValue& v, Arg& arg) {
+  if (v.isNone()) {
+    arg = std::monostate{};
+  } else if (v.isTensor()) {
+    Tensor t;
+    GLIMMER_RETURN_IF_ERROR(to_tensor(v.toTensor(), t));
+    arg = t;
+  } else if (v.isDouble()) {
+    arg = v.toDouble();
+  } else if (v.isInt()) {
+    arg = static_cast<int64_t>(v.toInt());
+  } else if (v.isBool()) {
+    arg = v.toBool();
+  } else if (v.isString()) {
+    arg = std::string_view(v.toString().data(), v.toString().size());
+  } else {
+    return Status::error("an argument has an unsupported type");
+  }
+  return {};
+}
+
+Status resize_out(executorch::aten::Tensor& t, const Shape& shape, Tensor& out) {
+  std::array<executorch::aten::SizesType, kMaxDims> sizes{};
+  for (int i = 0; i < shape.ndim; ++i)
+    sizes[i] = static_cast<executorch::aten::SizesType>(shape.sizes[i]);
+  if (et::resize_tensor(t, {sizes.data(), static_cast<size_t>(shape.ndim)}) != et::Error::Ok)
+    return Status::error("out: " + to_string(shape) + " does not fit the planned memory");
+  GLIMMER_RETURN_IF_ERROR(to_tensor(t, out));
+  out.name = "out";
+  return expect_shape(out, shape);
+}
+
+Status call(int i, et::Span<et::EValue*> stack) {
+  const OpKernel& kernel = op_kernel(i);
+  if (static_cast<int>(stack.size()) < kernel.n_args + kernel.n_outs)
+    return Status::error("expected " + std::to_string(kernel.n_args + kernel.n_outs) +
+                         " arguments, found " + std::to_string(stack.size()));
+  Arg args[kMaxArgs];
+  Shape shapes[kMaxOuts];
+  Tensor outs[kMaxOuts];
+  for (int a = 0; a < kernel.n_args; ++a) GLIMMER_RETURN_IF_ERROR(to_arg(*stack[a], args[a]));
+  GLIMMER_RETURN_IF_ERROR(infer_op(i, args, shapes));
+  for (int o = 0; o < kernel.n_outs; ++o)
+    GLIMMER_RETURN_IF_ERROR(resize_out(stack[kernel.n_args + o]->toTensor(), shapes[o], outs[o]));
+  return run_op(i, args, outs);
+}
+
+template <int I>
+void entry(et::KernelRuntimeContext& ctx, et::Span<et::EValue*> stack) {
+  et::internal::EventTracerProfileOpScope scope(ctx.internal_event_tracer(), op_name(I));
+  const Status status = call(I, stack);
+  if (status.ok()) return;
+  const std::string message = std::string(op_name(I)) + ": " + status.message();
+  ET_LOG(Error, "glimmer::%s", message.c_str());
+  set_op_error(message);
+  ctx.fail(et::Error::InvalidArgument);
+}
+
+template <int... I>
+constexpr std::array<et::OpFunction, sizeof...(I)> entries(std::integer_sequence<int, I...>) {
+  return {entry<I>...};
+}
+
+// Not registry_has_op_function(): it logs an error for every name it does not find.
+bool is_registered(const std::string& name) {
+  for (const et::Kernel& kernel : et::get_registered_kernels())
+    if (name == kernel.name_) return true;
+  return false;
+}
+
+bool register_all() {
+  static const auto table = entries(std::make_integer_sequence<int, kMaxOps>());
+  static std::array<std::string, kMaxOps> names;
+  ET_CHECK_MSG(op_count() <= kMaxOps, "more than %d glimmer ops: raise kMaxOps", kMaxOps);
+  for (int i = 0; i < op_count(); ++i) {
+    names[i] = std::string("glimmer::") + op_name(i) + ".out";
+    if (is_registered(names[i])) return false;
+    const et::Error error = et::register_kernel(et::Kernel(names[i].c_str(), table[i]));
+    ET_CHECK_MSG(error == et::Error::Ok, "could not register %s", names[i].c_str());
+  }
+  return true;
+}
+
+// Runs after the kernels' own constructors, which have a higher priority.
+const bool g_registered = register_all();
+
+}  // namespace
+}  // namespace glimmer
