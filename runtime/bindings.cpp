@@ -111,7 +111,6 @@ void set_isa(const std::string& name) {
 PYBIND11_MODULE(_C, m) {
   using namespace glimmer;
   m.doc() = "CPU kernels, page pool and session of glimmer_ops.";
-  m.attr("EXECUTORCH_VERSION") = GLIMMER_EXECUTORCH_VERSION;
   m.def("infer", &infer, py::arg("op"), py::arg("args"));
   m.def("run", &run, py::arg("op"), py::arg("args"), py::arg("outs"));
   m.def("op_names", &op_names, "Ops that have a CPU kernel.");

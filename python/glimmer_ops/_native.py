@@ -7,7 +7,8 @@ so a mismatch is an ImportError rather than a crash in a kernel.
 from __future__ import annotations
 
 import contextlib
-import re
+import ctypes
+import importlib.util
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -39,22 +40,30 @@ def check_executorch(built_for: str, installed: str) -> None:
         )
 
 
+def executorch_root() -> str:
+    """The folder of the installed executorch package."""
+    spec = importlib.util.find_spec("executorch")
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError("glimmer_ops needs executorch, which is not installed")
+    return next(iter(spec.submodule_search_locations))
+
+
 def _load() -> Any:
+    # Loaded first, so that our library finds it wherever the package lies.
+    runtime = Path(executorch_root()) / "lib" / "libexecutorch.so"
+    installed = metadata.version("executorch")
+    from ._build import EXECUTORCH_VERSION  # type: ignore[import-not-found]  # written by CMake
+
+    check_executorch(EXECUTORCH_VERSION, installed)
     try:
-        installed = metadata.version("executorch")
-    except metadata.PackageNotFoundError:
-        raise ImportError("glimmer_ops needs executorch, which is not installed") from None
-    try:
+        if runtime.exists():
+            ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
         from . import _C  # type: ignore[attr-defined]
-    except ImportError as error:
-        needed = re.search(r"libexecutorch\S*|\S*undefined symbol\S*", str(error))
-        if needed:
-            raise ImportError(
-                f"glimmer_ops could not link to executorch {installed} ({error}): "
-                "rebuild glimmer_ops against the installed executorch"
-            ) from error
-        raise
-    check_executorch(_C.EXECUTORCH_VERSION, installed)
+    except (ImportError, OSError) as error:
+        raise ImportError(
+            f"glimmer_ops could not link to executorch {installed} ({error}): "
+            "rebuild glimmer_ops against the installed executorch"
+        ) from error
     if _C.isa_error():
         raise ImportError(_C.isa_error())
     return _C

@@ -84,9 +84,11 @@ def run_case(op: Op, case: Case, backend: Backend, variant: Variant) -> Verdict:
     return verdict(worst <= bound, worst, "")
 
 
-def check(op: Op, backend: Backend, case_id: str | None = None) -> Iterator[Verdict]:
-    """Verdicts of every case of op on every variant of backend that this machine can run."""
+def check(
+    op: Op, backend: Backend, case_id: str | None = None, slow: bool = False
+) -> Iterator[Verdict]:
+    """Verdicts of op's cases on every variant of backend that this machine can run."""
     for case in op.all_cases():
-        if case_id is None or case.id == case_id:
+        if (case_id is None or case.id == case_id) and (slow or not case.slow):
             for variant in backend.variants(op):
                 yield run_case(op, case, backend, variant)

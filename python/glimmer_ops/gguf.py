@@ -179,10 +179,12 @@ def load(path: str | os.PathLike[str]) -> GGUFModel:
         raise GGUFError(f"{name}: cannot read: {error.strerror or error}") from error
     except GGUFError as error:
         text = str(error)
-        raise GGUFError(text if text.startswith(name) else f"{name}: {text}") from error
+        named = text.startswith((name, os.path.abspath(name)))
+        raise GGUFError(text if named else f"{name}: {text}") from error
     except (ArithmeticError, LookupError, ValueError, RecursionError) as error:
-        reason = error.args[0] if error.args else type(error).__name__
-        raise GGUFError(f"{name}: malformed GGUF header: {reason}") from error
+        # KeyError's text is the repr of its message
+        reason = error.args[0] if isinstance(error, KeyError) else str(error)
+        raise GGUFError(f"{name}: malformed GGUF header: {reason}"[:600]) from error
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -271,7 +273,7 @@ class _HeaderReader(gguf.GGUFReader):
         self, orig_offs: int, raw_type: int
     ) -> tuple[int, list[npt.NDArray[Any]], list[int], list[gguf.GGUFValueType]]:
         if raw_type != gguf.GGUFValueType.ARRAY:
-            return super()._get_field_parts(orig_offs, raw_type)
+            return super()._get_field_parts(orig_offs, int(raw_type))
         item = self._get(orig_offs, np.uint32)
         length = self._get(orig_offs + 4, np.uint64)
         item_type, count = gguf.GGUFValueType(int(item[0])), int(length[0])
@@ -288,7 +290,7 @@ class _HeaderReader(gguf.GGUFReader):
         return 12 + data.nbytes, [item, length, data], [2], types
 
     def _strings_end(self, position: int, count: int) -> int:
-        view = memoryview(self._bytes)
+        view = self._bytes.data
         limit = self._limit
         for _ in range(count):
             if position + 8 > limit:

@@ -25,9 +25,10 @@ _TINY = 1e-20  # below every scale that f16 can hold; keeps reciprocals finite
 # What a K-quant block can represent at most is about 65504 * 63 * 31; inputs are saturated well
 # above that so that sums of squares stay finite in fp32.
 _SATURATE = 1e12
-# Weights encoded at once: about half a megabyte of fp32, so that every pass after the first hits
-# the cache and temporaries stay small whatever the size of the input.
-_SLAB = 1 << 17
+# Weights encoded at once: they stay in the L2 cache, and below 32768 elements torch runs an
+# operation on the calling thread. That is faster here than OpenMP, whose barriers after every one
+# of some 35 short operations cost more than they gain and stall on a busy machine.
+_SLAB = 127 * 256
 
 
 def encode(x: torch.Tensor, qtype: str) -> torch.Tensor:
@@ -97,7 +98,12 @@ def _inverse(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _to_f16(x: torch.Tensor) -> torch.Tensor:
-    return x.clamp(max=_F16_MAX).to(torch.float16)
+    """Float16 of block scales x >= 0, saturating."""
+    d = x.clamp(max=_F16_MAX).to(torch.float16)
+    # Subnormals are coarse, and one rounded well down would put the largest sub-block scale out
+    # of reach of its 6 or 7 bits: take the next float16 up there
+    low = (d.float() * (1 + 2**-9) < x) & (d < 1)
+    return (d.view(torch.int16) + low.to(torch.int16)).view(torch.float16)
 
 
 def _affine_codes(

@@ -1,0 +1,185 @@
+"""to_executorch: the fused graph -> model.pte and model.ptd.
+
+Backend-independent: what the methods take and return, how the pools are sized, what the constant
+methods say, and how the files come to exist whole or not at all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram, export
+
+from glimmer_ops.config import ModelConfig
+from glimmer_ops.session import sliding_pages
+from glimmer_ops.tokenizer import Tokenizer
+
+from .graph import KV_DTYPES, PAGE_SIZE, FusedModel, make_pools
+
+MAX_DECODE_ROWS = 16
+_NO_ID = -1
+WEIGHTS_FILE = "model"  # executorch appends .ptd
+FILES = ("model.ptd", "tokenizer.json", "model.pte")
+BACKENDS = ("cpu",)  # each a module beside this one, with write() and verify()
+ByteProgress = Callable[[int, int], None]  # bytes written, bytes in all
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What an export fixes.
+
+    max_seq_len: positions per sequence. slots: sequences at once. max_chunk: tokens per prefill
+    call. kv_dtype: f16, bf16 or f32. pages: pages of each global layer's pool; None for enough to
+    fill every slot. all_logits: lets every row of a chunk have logits, for proofs.
+    """
+
+    backend: str = "cpu"
+    max_seq_len: int = 16384
+    slots: int = 4
+    max_chunk: int = 512
+    kv_dtype: str = "f16"
+    pages: int | None = None
+    all_logits: bool = False
+
+    @property
+    def max_pages(self) -> int:
+        return -(-self.max_seq_len // PAGE_SIZE)
+
+    @property
+    def global_pages(self) -> int:
+        return self.slots * self.max_pages if self.pages is None else self.pages
+
+    @property
+    def max_rows(self) -> int:
+        return max(self.max_chunk, MAX_DECODE_ROWS) if self.all_logits else MAX_DECODE_ROWS
+
+    def validate(self, config: ModelConfig) -> None:
+        """Raises ValueError naming the option, what was expected and what was found."""
+
+        def expect(ok: bool, name: str, expected: str) -> None:
+            if not ok:
+                raise ValueError(f"{name}: expected {expected}, found {getattr(self, name)}")
+
+        expect(self.backend in BACKENDS, "backend", f"one of {', '.join(BACKENDS)}")
+        expect(self.kv_dtype in KV_DTYPES, "kv_dtype", f"one of {', '.join(KV_DTYPES)}")
+        limit = config.context_length
+        expect(1 <= self.max_seq_len <= limit, "max_seq_len", f"1 to {limit} (the model's context)")
+        expect(1 <= self.slots <= 1024, "slots", "1 to 1024")
+        expect(2 <= self.max_chunk <= 65536, "max_chunk", "2 to 65536")
+        if self.pages is not None:
+            expect(self.pages >= 1, "pages", "at least 1")
+
+
+def _constants(
+    model: FusedModel, options: ExportOptions, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    """The constant methods: upstream runners' names where they have one, ours for the rest."""
+    c = model.config
+    unsigned = int(model.id, 16)
+    return {
+        "get_vocab_size": c.vocab_size,
+        "get_max_seq_len": options.max_seq_len,
+        "get_max_prefill_chunk": options.max_chunk,
+        "get_n_layers": c.n_layers,
+        "get_max_rows": options.max_rows,
+        "get_slots": options.slots,
+        "get_page_size": PAGE_SIZE,
+        "get_global_pages": options.global_pages,
+        "get_sliding_pages": _sliding_pages(c, options),
+        "get_window": c.window if any(c.sliding) else 0,
+        "get_sliding_layers": torch.tensor(c.sliding, dtype=torch.int64),
+        "get_weights_id": unsigned - (1 << 64) if unsigned >> 63 else unsigned,
+        "get_bos_id": _NO_ID if tokenizer is None or tokenizer.bos_id is None else tokenizer.bos_id,
+        "get_eos_ids": torch.tensor(sorted(tokenizer.eos_ids if tokenizer else ()) or [_NO_ID]),
+        "use_kv_cache": True,
+        "use_sdpa_with_kv_cache": False,
+        "enable_dynamic_shape": True,
+        "use_sampling": True,
+        "has_vision_encoder": False,
+    }
+
+
+def _sliding_pages(config: ModelConfig, options: ExportOptions) -> int:
+    return sliding_pages(config.window, options.max_chunk, options.slots) if any(config.sliding) else 1
+
+
+def export_methods(model: FusedModel, options: ExportOptions) -> dict[str, ExportedProgram]:
+    """Every method of the fused graph as an exported program with dynamic T and R.
+
+    Example sizes are at least 2: torch.export takes 0 and 1 for constants.
+    """
+    c = model.config
+    pages = (options.global_pages, _sliding_pages(c, options))
+    pooled = model.with_pools(make_pools(c, *pages, KV_DTYPES[options.kv_dtype]))
+    t_chunk = {0: Dim("T", min=1, max=options.max_chunk)}
+    t_rows = {0: Dim("T", min=1, max=MAX_DECODE_ROWS)}
+    rows = {0: Dim("R", min=0, max=options.max_rows)}
+    ids = torch.arange(3)
+    tables = [torch.zeros(options.slots, options.max_pages, dtype=torch.int32) for _ in range(2)]
+    step = (ids, ids.clone(), torch.zeros(3, dtype=torch.int64), *tables)
+    sampling = (torch.zeros(3), ids.clone(), torch.ones(3), ids.clone())
+    forward = (torch.zeros(3, c.dim), *step[1:], torch.arange(2))
+    calls: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
+        "embed_text": ((ids,), (t_chunk,)),
+        "forward_from_embeddings": (forward, (t_chunk, t_chunk, t_chunk, None, None, rows)),
+        "decode": ((*step, *sampling), (t_rows, t_rows, t_rows, None, None, *[t_rows] * 4)),
+    }
+    programs = {}
+    with torch.no_grad():
+        for name, (args, dynamic) in calls.items():
+            method = pooled.method(name)
+            programs[name] = export(method, args, dynamic_shapes=dynamic, strict=False)
+    return programs
+
+
+def to_executorch(
+    model: FusedModel,
+    out: str | os.PathLike[str],
+    options: ExportOptions | None = None,
+    tokenizer: Tokenizer | None = None,
+    progress: ByteProgress | None = None,
+) -> Path:
+    """Writes model.pte, model.ptd and, given a tokenizer, tokenizer.json into out; returns out.
+
+    They appear only when they are whole and have been loaded once; on any failure nothing is left. Raises ValueError for options that the model does not admit.
+    """
+    options = options or ExportOptions()
+    options.validate(model.config)
+    backend = importlib.import_module(f"{__package__}.{options.backend}")
+    out = Path(out)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out: expected a folder, found the file {out}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    total = sum(w.data.nbytes for w in model.weights.values())
+    written = 0
+
+    def report(n: int) -> None:
+        nonlocal written
+        written += n
+        if progress:
+            progress(written, total)
+
+    staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        programs = export_methods(model, options)
+        backend.write(programs, model, _constants(model, options, tokenizer), staging, report)
+        if tokenizer:
+            tokenizer.save(staging / "tokenizer.json")
+        backend.verify(staging)
+        out.mkdir(exist_ok=True)
+        for name in FILES:
+            if (staging / name).exists():
+                os.replace(staging / name, out / name)
+            else:  # of an earlier export
+                (out / name).unlink(missing_ok=True)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return out

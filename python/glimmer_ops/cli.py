@@ -1,0 +1,224 @@
+"""The `glimmer` command. Every failure a user can cause is one line on stderr and exit status 1."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Muse Glimmer on ExecuTorch: export a GGUF, run it, check and inspect the kernels.",
+)
+console = Console(highlight=False)
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+ModelDir = Annotated[Path, typer.Option("--model", help="Folder that `glimmer export` wrote.")]
+Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0 = all cores.")]
+
+
+@contextlib.contextmanager
+def _bytes_progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, fed with (bytes done, bytes in all)."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=errors, transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _size(n: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if n < 1000:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1000
+    return f"{n:.2f} GB"
+
+
+@app.command()
+def ops() -> None:
+    """The support matrix: op × backend × dtype × weight type, from the registry."""
+    from .backends import BACKENDS
+    from .ops import OPS
+
+    table = Table("op", *BACKENDS, "dtypes", "weight types")
+    for op in OPS.values():
+        marks = []
+        for backend in BACKENDS.values():
+            variants = backend.variants(op) if backend.supports(op) else []
+            marks.append(", ".join(v.name for v in variants) or "-")
+        table.add_row(op.name, *marks, ", ".join(op.dtypes), ", ".join(op.qtypes) or "-")
+    console.print(table)
+
+
+@app.command()
+def check(
+    op: Annotated[Optional[str], typer.Option(help="Only this op.")] = None,
+    backend: Annotated[Optional[str], typer.Option(help="Only this backend.")] = None,
+    case: Annotated[Optional[str], typer.Option(help="Only the case with this id.")] = None,
+    slow: Annotated[bool, typer.Option("--slow", help="Also the large cases.")] = False,
+) -> None:
+    """Op-level correctness: one line a case, NMSE against the float64 reference, and a verdict."""
+    from .backends import BACKENDS
+    from .check import check as check_op
+    from .ops import OPS
+
+    for name, value, known in (("op", op, OPS), ("backend", backend, BACKENDS)):
+        if value is not None and value not in known:
+            raise ValueError(f"--{name}: expected one of {', '.join(known)}, found '{value}'")
+    selected = [OPS[op]] if op else list(OPS.values())
+    on = [BACKENDS[backend]] if backend else list(BACKENDS.values())
+    passed = failed = 0
+    for o in selected:
+        for b in (b for b in on if b.supports(o)):
+            for v in check_op(o, b, case, slow or case is not None):
+                passed, failed = passed + v.passed, failed + (not v.passed)
+                value = "refused" if v.nmse is None else f"nmse {v.nmse:.1e} <= {v.bound:.0e}"
+                verdict = "pass" if v.passed else "FAIL"
+                line = f"{verdict} {v.op:16} {b.name} {v.variant:13} {v.case:32} {value}"
+                console.print(line if v.passed else f"{line} {v.detail}", markup=False)
+    if passed + failed == 0:
+        raise ValueError(f"--case: no case has the id '{case}'")
+    console.print(f"{passed} passed, {failed} failed")
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def synth(
+    preset: Annotated[str, typer.Option(help="tiny, mid (real widths, 4 layers) or 30b.")],
+    out: Annotated[Path, typer.Option(help="The GGUF file to write.")],
+    quant: Annotated[str, typer.Option(help="F16, Q4_K_M, Q5_K_M or Q6_K.")] = "Q4_K_M",
+    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
+) -> None:
+    """Write a valid random Muse Glimmer GGUF, to try everything with no download."""
+    from .synth import synth as write
+
+    with _bytes_progress(f"writing {out.name}") as progress:
+        write(out, preset, quant, seed, progress)
+    console.print(f"{out}: {_size(out.stat().st_size)}", markup=False)
+
+
+@app.command()
+def export(
+    gguf: Annotated[Path, typer.Option(help="The model's GGUF file.")],
+    out: Annotated[Path, typer.Option(help="Folder for model.pte and model.ptd.")],
+    backend: Annotated[str, typer.Option(help="cpu.")] = "cpu",
+    max_seq_len: Annotated[Optional[int], typer.Option(help="Positions a sequence may have.")] = None,
+    slots: Annotated[int, typer.Option(help="Sequences that may be open at once.")] = 4,
+    max_chunk: Annotated[int, typer.Option(help="Most tokens of one prefill call.")] = 512,
+    kv_dtype: Annotated[str, typer.Option(help="f16, bf16 or f32.")] = "f16",
+    pages: Annotated[
+        Optional[int], typer.Option(help="Pages of 64 positions in each global layer's pool.")
+    ] = None,
+    all_logits: Annotated[
+        bool, typer.Option("--all-logits", help="Let every row of a chunk have logits.")
+    ] = False,
+) -> None:
+    """Turn a GGUF file into an ExecuTorch program that maps its weights as they are."""
+    from .gguf import load
+    from .lowering import ExportOptions, from_gguf, to_executorch
+    from .tokenizer import Tokenizer
+
+    model = load(gguf)
+    options = ExportOptions(
+        backend=backend,
+        max_seq_len=max_seq_len or min(16384, model.config.context_length),
+        slots=slots,
+        max_chunk=max_chunk,
+        kv_dtype=kv_dtype,
+        pages=pages,
+        all_logits=all_logits,
+    )
+    started = time.perf_counter()
+    with _bytes_progress(f"exporting {gguf.name}") as progress:
+        to_executorch(from_gguf(model), out, options, Tokenizer.from_gguf(model), progress)
+    size = sum(f.stat().st_size for f in out.iterdir())
+    console.print(f"{out}: {_size(size)} in {time.perf_counter() - started:.1f} s", markup=False)
+
+
+@app.command()
+def run(
+    model: ModelDir,
+    prompt: Annotated[Optional[str], typer.Option(help="Text to continue.")] = None,
+    tokens: Annotated[Optional[str], typer.Option(help="Token ids: 1,2,3 or @FILE.")] = None,
+    tokenizer: Annotated[Optional[Path], typer.Option(help="A tokenizer.json to use.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=0)] = 64,
+    chunk: Annotated[Optional[int], typer.Option(help="Prefill chunk; default: the largest.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 = off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 = off.")] = 1.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Float activations in matmuls instead of int8.")
+    ] = False,
+    threads: Threads = 0,
+    ids_only: Annotated[bool, typer.Option("--ids-only", help="Print ids instead of text.")] = False,
+    logits: Annotated[
+        Optional[Path], typer.Option(help="Write [T, vocab] float32: a row a given token.")
+    ] = None,
+) -> None:
+    """Continue a prompt and report prefill and decode speed."""
+    from .run import Request, run as run_model
+
+    request = Request(
+        model=model,
+        prompt=prompt,
+        tokens=tokens,
+        tokenizer=tokenizer,
+        max_new_tokens=max_new_tokens,
+        chunk=chunk,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        exact=exact,
+        threads=threads,
+        ids_only=ids_only,
+        logits=logits,
+    )
+    run_model(request, write=lambda text: print(text, end="", flush=True))
+
+
+@app.command()
+def inspect(file: Annotated[Path, typer.Argument(help="A .gguf, a .pte or a model folder.")]) -> None:
+    """What a file holds: methods, ops a layer, resident bytes by type, pools."""
+    from .inspect import inspect as report
+
+    for table in report(file):
+        console.print(table)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("out"),
+    quant: Annotated[str, typer.Option(help="F16, Q4_K_M, Q5_K_M or Q6_K.")] = "Q4_K_M",
+) -> None:
+    """The main job, checked: synthesise a tiny GGUF, export, run, compare with upstream's model."""
+    from .demo import demo as run_demo
+
+    if not run_demo(out, quant, console):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point: turns every expected failure into one line and a status."""
+    warnings.filterwarnings("ignore")  # of torch and executorch, about themselves
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ValueError, RuntimeError, ImportError, OSError) as error:
+        errors.print(f"error: {' '.join(str(error).split())}", markup=False)
+        sys.exit(1)

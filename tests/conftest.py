@@ -1,0 +1,43 @@
+"""Fixtures made once a run: tiny GGUF files and their exports."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from glimmer_ops.gguf import GGUFModel, load
+from glimmer_ops.lowering import ExportOptions, from_gguf, to_executorch
+from glimmer_ops.synth import synth
+from glimmer_ops.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GGUFModel]:
+    """tiny_gguf("Q4_K_M"): a loaded synthetic file of that quantisation."""
+    folder = tmp_path_factory.mktemp("gguf")
+
+    @functools.cache
+    def make(quant: str) -> GGUFModel:
+        return load(synth(folder / f"tiny-{quant}.gguf", "tiny", quant))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def exported(
+    tmp_path_factory: pytest.TempPathFactory, tiny_gguf: Callable[[str], GGUFModel]
+) -> Callable[..., Path]:
+    """exported("Q4_K_M", kv_dtype="f32", ...): the folder of such an export."""
+    folder = tmp_path_factory.mktemp("models")
+
+    @functools.cache
+    def make(quant: str, **options: object) -> Path:
+        model = tiny_gguf(quant)
+        defaults = {"max_seq_len": 1024, "slots": 4, "max_chunk": 128, "kv_dtype": "f32"}
+        name = "-".join([quant, *(f"{k}={v}" for k, v in options.items())])
+        settings = ExportOptions(**(defaults | options))  # type: ignore[arg-type]
+        return to_executorch(from_gguf(model), folder / name, settings, Tokenizer.from_gguf(model))
+
+    return make

@@ -1,0 +1,178 @@
+"""The command line: what it prints, and one clear line for every failure."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from glimmer_ops import cli
+
+
+@pytest.fixture
+def glimmer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """glimmer("ops"): (exit status, stdout, stderr) of a command, run in this process."""
+
+    def call(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["glimmer", *map(str, args)])
+        capsys.readouterr()
+        try:
+            cli.main()
+            status = 0
+        except SystemExit as exit_:
+            status = int(exit_.code or 0)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call
+
+
+def _refused(result: tuple[int, str, str], *words: str) -> None:
+    status, out, err = result
+    assert status == 1, result
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    assert "Traceback" not in out + err
+    for word in words:
+        assert word in err, err
+
+
+def test_ops_lists_every_op(glimmer) -> None:
+    status, out, _ = glimmer("ops")
+    assert status == 0
+    for name in ("rms_norm", "sdpa", "kquant_linear", "sample"):
+        assert name in out
+
+
+def test_check_one_op(glimmer) -> None:
+    status, out, _ = glimmer("check", "--op", "rms_norm", "--backend", "cpu")
+    assert status == 0
+    assert re.search(r"\d+ passed, 0 failed", out)
+
+
+def test_check_refuses_unknown_names(glimmer) -> None:
+    _refused(glimmer("check", "--op", "softmax"), "--op: expected one of", "'softmax'")
+    _refused(glimmer("check", "--backend", "tpu"), "--backend: expected one of", "'tpu'")
+    _refused(glimmer("check", "--op", "rms_norm", "--case", "x"), "no case has the id 'x'")
+
+
+def test_synth_export_run_inspect(glimmer, tmp_path: Path) -> None:
+    """The whole journey through the commands of the README."""
+    file, folder = tmp_path / "tiny.gguf", tmp_path / "tiny"
+    assert glimmer("synth", "--preset", "tiny", "--out", file)[0] == 0
+    status, _, err = glimmer(
+        "export", "--gguf", file, "--out", folder, "--max-seq-len", 256, "--max-chunk", 32
+    )
+    assert status == 0, err
+    assert {p.name for p in folder.iterdir()} == {"model.pte", "model.ptd", "tokenizer.json"}
+    status, out, err = glimmer("run", "--model", folder, "--prompt", "Hello", "--max-new-tokens", 8)
+    assert status == 0, err
+    assert out.startswith("Hello")
+    assert re.search(r"prefill \d+ tokens, [\d.]+ tok/s; decode \d+ tokens, [\d.]+ tok/s", out)
+    rows = tmp_path / "rows"
+    args = ("--tokens", "1,2,3,4,5", "--max-new-tokens", 4, "--ids-only", "--logits", rows)
+    status, out, err = glimmer("run", "--model", folder, *args)
+    assert status == 0, err
+    assert re.fullmatch(r"(\d+ ){1,4}\n", out)
+    logits = np.load(rows)
+    assert logits.shape == (5, 1024) and logits.dtype == np.float32
+    assert "kquant_linear" in glimmer("inspect", folder)[1]
+    assert "Q4_K" in glimmer("inspect", file)[1]
+
+
+def test_greedy_ids_do_not_depend_on_the_chunk(glimmer, exported) -> None:
+    folder = exported("Q4_K_M")
+    args = ("--model", folder, "--tokens", " ".join(map(str, range(50))), "--ids-only")
+    outs = {glimmer("run", *args, "--chunk", c, "--max-new-tokens", 24)[1] for c in (1, 7, 16)}
+    assert len(outs) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--tokens", ""), ("zero tokens",)),
+        (("--tokens", "1,x"), ("--tokens: expected ids", "'x'")),
+        (("--tokens", "1,1024"), ("1024",)),
+        ((), ("expected one of --prompt and --tokens",)),
+        (("--tokens", "1", "--chunk", "0"), ("chunk",)),
+        (("--tokens", "1", "--chunk", "129"), ("chunk", "129")),
+        (("--tokens", "1", "--temperature", "-1"), ("temperature",)),
+        (("--tokens", "1", "--top-p", "nan"), ("top_p",)),
+        (("--tokens", "@/nonexistent/ids"), ("/nonexistent/ids",)),
+        (("--prompt", "x", "--tokenizer", "/nonexistent.json"), ("/nonexistent.json",)),
+        (("--tokens", " ".join(["1"] * 1025)), ("1024",)),
+    ],
+)
+def test_run_refuses(glimmer, exported, args, words) -> None:
+    _refused(glimmer("run", "--model", exported("Q4_K_M"), *args), *words)
+
+
+def test_run_refuses_what_is_no_model(glimmer, tmp_path: Path) -> None:
+    _refused(glimmer("run", "--model", tmp_path, "--tokens", "1"), "model.pte")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--max-seq-len", 8192), ("max_seq_len: expected 1 to 4096", "8192")),
+        (("--kv-dtype", "f8"), ("kv_dtype: expected one of", "f8")),
+        (("--slots", 0), ("slots: expected",)),
+        (("--max-chunk", 1), ("max_chunk: expected",)),
+        (("--pages", 0), ("pages: expected",)),
+        (("--backend", "tpu"), ("backend: expected one of", "tpu")),
+    ],
+)
+def test_export_refuses_and_leaves_nothing(glimmer, tiny_gguf, tmp_path, args, words) -> None:
+    out = tmp_path / "model"
+    _refused(glimmer("export", "--gguf", tiny_gguf("Q4_K_M").path, "--out", out, *args), *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_export_refuses_a_truncated_gguf(glimmer, tiny_gguf, tmp_path: Path) -> None:
+    data = Path(tiny_gguf("Q4_K_M").path).read_bytes()
+    file = tmp_path / "cut.gguf"
+    file.write_bytes(data[: len(data) // 2])
+    _refused(glimmer("export", "--gguf", file, "--out", tmp_path / "model"), "cut.gguf")
+    assert [p.name for p in tmp_path.iterdir()] == ["cut.gguf"]
+
+
+def test_export_that_fails_midway_leaves_nothing(
+    glimmer, tiny_gguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from glimmer_ops.lowering import cpu
+
+    def fail(folder: Path) -> None:
+        assert (folder / "model.ptd").exists()
+        raise RuntimeError("disk on fire")
+
+    monkeypatch.setattr(cpu, "verify", fail)
+    result = glimmer("export", "--gguf", tiny_gguf("F16").path, "--out", tmp_path / "model")
+    _refused(result, "disk on fire")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_synth_refuses(glimmer, tmp_path: Path) -> None:
+    out = tmp_path / "x.gguf"
+    _refused(glimmer("synth", "--preset", "huge", "--out", out), "preset", "'huge'")
+    _refused(glimmer("synth", "--preset", "tiny", "--quant", "Q2_K", "--out", out), "'Q2_K'")
+    _refused(glimmer("synth", "--preset", "tiny", "--out", tmp_path / "no" / "x.gguf"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_inspect_refuses(glimmer, tmp_path: Path) -> None:
+    _refused(glimmer("inspect", tmp_path / "none.gguf"), "none.gguf")
+    junk = tmp_path / "junk.pte"
+    junk.write_bytes(b"\0" * 100)
+    _refused(glimmer("inspect", junk), "junk.pte")
+
+
+def test_command_in_a_process_of_its_own(exported) -> None:
+    """Nothing but the answer on stdout and nothing on stderr, from a cold start."""
+    command = [sys.executable, "-m", "glimmer_ops", "run", "--model", str(exported("Q4_K_M"))]
+    args = ["--tokens", "5,6,7", "--max-new-tokens", "3", "--ids-only"]
+    result = subprocess.run(command + args, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert re.fullmatch(r"(\d+ ){1,3}\n", result.stdout)
+    assert result.stderr == ""
