@@ -143,7 +143,7 @@ def test_stream_never_splits_a_character(tokenizer):
 
 def test_from_file_equals_from_gguf(tokenizer, tmp_path):
     path = tmp_path / "tokenizer.json"
-    tokenizer._tokenizer.save(str(path))
+    tokenizer.save(path)
     loaded = Tokenizer.from_file(path)
     assert (loaded.bos_id, loaded.eos_ids) == (tokenizer.bos_id, tokenizer.eos_ids)
     for text in [*TEXTS, "<|start|>x<|eot|>"]:
@@ -153,6 +153,11 @@ def test_from_file_equals_from_gguf(tokenizer, tmp_path):
     assert (given_ids.bos_id, given_ids.eos_ids) == (1, {2, 3})
     with pytest.raises(TokenizerError, match="token id: expected .* found 5000"):
         Tokenizer.from_file(path, eos_ids=[5000])
+
+
+def test_saving_where_nothing_can_be_written_is_an_os_error(tokenizer, tmp_path):
+    with pytest.raises(OSError, match="no/tokenizer.json: cannot write"):
+        tokenizer.save(tmp_path / "no" / "tokenizer.json")
 
 
 def test_bad_tokenizer_files_are_refused(tmp_path):

@@ -8,11 +8,15 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from .gguf import GGUFModel
+    from .tokenizer import Tokenizer
 
 app = typer.Typer(
     add_completion=False,
@@ -44,6 +48,17 @@ def _size(n: float) -> str:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
         n /= 1000
     return f"{n:.2f} GB"
+
+
+def _file_tokenizer(model: GGUFModel) -> Tokenizer | None:
+    """The GGUF's own tokenizer; a note when it has one that cannot be used, since ids still can."""
+    from .tokenizer import Tokenizer, TokenizerError
+
+    try:
+        return Tokenizer.from_gguf(model)
+    except TokenizerError as error:
+        errors.print(f"note: no tokenizer.json is written: {error}", markup=False)
+        return None
 
 
 @app.command()
@@ -129,9 +144,9 @@ def export(
     """Turn a GGUF file into an ExecuTorch program that maps its weights as they are."""
     from .gguf import load
     from .lowering import ExportOptions, from_gguf, to_executorch
-    from .tokenizer import Tokenizer
 
     model = load(gguf)
+    tokenizer = _file_tokenizer(model)
     options = ExportOptions(
         backend=backend,
         max_seq_len=max_seq_len or min(16384, model.config.context_length),
@@ -143,7 +158,7 @@ def export(
     )
     started = time.perf_counter()
     with _bytes_progress(f"exporting {gguf.name}") as progress:
-        to_executorch(from_gguf(model), out, options, Tokenizer.from_gguf(model), progress)
+        to_executorch(from_gguf(model), out, options, tokenizer, progress)
     size = sum(f.stat().st_size for f in out.iterdir())
     console.print(f"{out}: {_size(size)} in {time.perf_counter() - started:.1f} s", markup=False)
 

@@ -25,8 +25,8 @@ _TINY = 1e-20  # below every scale that f16 can hold; keeps reciprocals finite
 # What a K-quant block can represent at most is about 65504 * 63 * 31; inputs are saturated well
 # above that so that sums of squares stay finite in fp32.
 _SATURATE = 1e12
-# Weights encoded at once: they stay in the L2 cache, and below 32768 elements torch runs an
-# operation on the calling thread. That is faster here than OpenMP, whose barriers after every one
+# Weights encoded at once: they stay in the L2 cache, and below 32768 elements torch runs these
+# operations on the calling thread. That is faster here than OpenMP, whose barriers after every one
 # of some 35 short operations cost more than they gain and stall on a busy machine.
 _SLAB = 127 * 256
 
@@ -87,10 +87,20 @@ def _encode_q8_0(x: torch.Tensor, out: torch.Tensor) -> None:
     # d = max|x| / 127 and q = x / d rounded half away from zero, the rule of ggml's reference
     d = (x.abs().amax(1, keepdim=True) / 127).clamp_(max=_F16_MAX)
     inverse = torch.where(d > _TINY, 1 / d, 0.0)
-    scaled = (x * inverse).clamp_(-127, 127)
-    q = (scaled.abs() + 0.5).floor_().copysign_(scaled)
+    q = (x * inverse).clamp_(-127, 127)
+    q += torch.full_like(q, 0.5).copysign_(q)  # the conversion truncates
     out[:, :2] = d.to(torch.float16).view(torch.uint8)
     out[:, 2:] = q.to(torch.int8).view(torch.uint8)
+
+
+# Adding and subtracting 1.5 * 2**23 rounds |x| < 2**22 to the nearest integer, ties to even, as
+# round_ does, which however runs on every thread whatever the size
+_ROUNDING = 12582912.0
+
+
+def _round_(x: torch.Tensor, low: int, high: int) -> torch.Tensor:
+    """Clamp to low..high and round, in place."""
+    return x.clamp_(low, high).add_(_ROUNDING).sub_(_ROUNDING)
 
 
 def _inverse(scale: torch.Tensor) -> torch.Tensor:
@@ -114,10 +124,10 @@ def _affine_codes(
     Returns q uint8 [B, 8, 32] in 0..top, scale and min uint8 [B, 8] in 0..63, d and dmin
     float16 [B, 1].
     """
-    low, high = torch.aminmax(x, dim=2, keepdim=True)
+    low, high = x.amin(2, keepdim=True), x.amax(2, keepdim=True)
     low = low.clamp_(max=0.0)
     step = (high - low) / top
-    q = ((x - low) * _inverse(step)).round_().clamp_(0, top)
+    q = _round_((x - low) * _inverse(step), 0, top)
 
     # One least-squares step: with q fixed, the best affine fit of x over the 32 weights
     n = x.shape[2]
@@ -137,13 +147,13 @@ def _affine_codes(
     d = _to_f16(step.amax(1, keepdim=True) / 63)
     dmin = _to_f16(-low.amin(1, keepdim=True) / 63)
     d32, dmin32 = d.float(), dmin.float()
-    scale = (step * _inverse(d32)).round_().clamp_(0, 63)
-    minimum = (-low * _inverse(dmin32)).round_().clamp_(0, 63)
+    scale = _round_(step * _inverse(d32), 0, 63)
+    minimum = _round_(-low * _inverse(dmin32), 0, 63)
 
     # Codes for the scales as stored, not as wished
     stored_step = (d32 * scale).unsqueeze(2)
     offset = (dmin32 * minimum).unsqueeze(2)
-    q = torch.add(x, offset, out=q).mul_(_inverse(stored_step)).round_().clamp_(0, top)
+    q = _round_(torch.add(x, offset, out=q).mul_(_inverse(stored_step)), 0, top)
     return q.to(torch.uint8), scale.to(torch.uint8), minimum.to(torch.uint8), d, dmin
 
 
@@ -183,20 +193,20 @@ def _encode_q5_k(x: torch.Tensor, out: torch.Tensor) -> None:
 
 def _encode_q6_k(x: torch.Tensor, out: torch.Tensor) -> None:
     x = x.view(-1, 16, 16)
-    low, high = torch.aminmax(x, dim=2, keepdim=True)
+    low, high = x.amin(2, keepdim=True), x.amax(2, keepdim=True)
     # The value of largest magnitude becomes code -32 (there is no +32), so the scale takes the
     # opposite sign of that value.
     step = torch.where(-low >= high, low, high) / -32
-    q = (x * _inverse(step)).round_().clamp_(-32, 31)
+    q = _round_(x * _inverse(step), -32, 31)
     sum_qq = (q * q).sum(2, keepdim=True)
     fit = (q * x).sum(2, keepdim=True) / sum_qq
     step = torch.where((sum_qq > 0) & torch.isfinite(fit), fit, step)[:, :, 0]
 
     d = _to_f16(step.abs().amax(1, keepdim=True) / 127)
     d32 = d.float()
-    scale = (step * _inverse(d32)).round_().clamp_(-127, 127)
+    scale = _round_(step * _inverse(d32), -127, 127)
     stored = (d32 * scale).unsqueeze(2)
-    q = torch.mul(x, _inverse(stored), out=q).round_().clamp_(-32, 31)
+    q = _round_(torch.mul(x, _inverse(stored), out=q), -32, 31)
 
     # Half h (128 weights) holds groups g = 0..3 of 32: nibbles of groups 0 and 2, then 1 and 3,
     # share bytes; the bit pairs of all four groups share one byte.

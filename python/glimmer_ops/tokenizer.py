@@ -157,6 +157,17 @@ class Tokenizer:
         eos_ids = [_token_id(model, key, len(tokens)) for key in _EOS_KEYS]
         return cls(tokenizer, bos_id, [i for i in eos_ids if i is not None])
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a tokenizer.json, which `from_file` and the tokenizers package read.
+
+        The format has no place for the begin and end ids: keep them beside it unless their tokens
+        have the usual names.
+        """
+        try:
+            self._tokenizer.save(os.fspath(path))
+        except Exception as error:  # the package raises plain Exception
+            raise OSError(f"{os.fspath(path)}: cannot write: {error}") from error
+
     def encode(self, text: str, *, bos: bool = False) -> list[int]:
         """Token ids of the text; special tokens written in it are recognised. `bos` puts the
         begin token in front (TokenizerError where the vocabulary has none)."""
