@@ -58,9 +58,9 @@ def write(
 
 def verify(folder: Path) -> None:
     """Loads what was written and runs one token through every method."""
-    from glimmer_ops.session import Session
+    from glimmer_ops.session import Sampling, Session
 
     session = Session.load(folder)
     slot = session.open()
-    session.prefill(slot, [0], rows=[0])
-    session.close(slot)
+    session.prefill(slot, [0])
+    session.decode([slot], [0], Sampling())

@@ -7,6 +7,7 @@ methods say, and how the files come to exist whole or not at all.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import shutil
 import tempfile
@@ -25,9 +26,8 @@ from glimmer_ops.tokenizer import Tokenizer
 from .graph import KV_DTYPES, PAGE_SIZE, FusedModel, make_pools
 
 MAX_DECODE_ROWS = 16
-_NO_ID = -1
 WEIGHTS_FILE = "model"  # executorch appends .ptd
-FILES = ("model.ptd", "tokenizer.json", "model.pte")
+FILES = ("model.ptd", "tokenizer.json", "generation_config.json", "model.pte")
 BACKENDS = ("cpu",)  # each a module beside this one, with write() and verify()
 ByteProgress = Callable[[int, int], None]  # bytes written, bytes in all
 
@@ -78,9 +78,7 @@ class ExportOptions:
             expect(self.pages >= 1, "pages", "at least 1")
 
 
-def _constants(
-    model: FusedModel, options: ExportOptions, tokenizer: Tokenizer | None
-) -> dict[str, Any]:
+def _constants(model: FusedModel, options: ExportOptions) -> dict[str, Any]:
     """The constant methods: upstream runners' names where they have one, ours for the rest."""
     c = model.config
     unsigned = int(model.id, 16)
@@ -97,8 +95,6 @@ def _constants(
         "get_window": c.window if any(c.sliding) else 0,
         "get_sliding_layers": torch.tensor(c.sliding, dtype=torch.int64),
         "get_weights_id": unsigned - (1 << 64) if unsigned >> 63 else unsigned,
-        "get_bos_id": _NO_ID if tokenizer is None or tokenizer.bos_id is None else tokenizer.bos_id,
-        "get_eos_ids": torch.tensor(sorted(tokenizer.eos_ids if tokenizer else ()) or [_NO_ID]),
         "use_kv_cache": True,
         "use_sdpa_with_kv_cache": False,
         "enable_dynamic_shape": True,
@@ -140,6 +136,13 @@ def export_methods(model: FusedModel, options: ExportOptions) -> dict[str, Expor
     return programs
 
 
+def _write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """tokenizer.json, and generation_config.json with its ids, as Hugging Face names them."""
+    tokenizer.save(folder / "tokenizer.json")
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": sorted(tokenizer.eos_ids)}
+    (folder / "generation_config.json").write_text(json.dumps(ids) + "\n")
+
+
 def to_executorch(
     model: FusedModel,
     out: str | os.PathLike[str],
@@ -147,7 +150,7 @@ def to_executorch(
     tokenizer: Tokenizer | None = None,
     progress: ByteProgress | None = None,
 ) -> Path:
-    """Writes model.pte, model.ptd and, given a tokenizer, tokenizer.json into out; returns out.
+    """Writes model.pte and model.ptd, and the tokenizer's files if given, into out; returns out.
 
     They appear only when they are whole and have been loaded once; on any failure nothing is left. Raises ValueError for options that the model does not admit.
     """
@@ -170,9 +173,9 @@ def to_executorch(
     staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         programs = export_methods(model, options)
-        backend.write(programs, model, _constants(model, options, tokenizer), staging, report)
+        backend.write(programs, model, _constants(model, options), staging, report)
         if tokenizer:
-            tokenizer.save(staging / "tokenizer.json")
+            _write_tokenizer(tokenizer, staging)
         backend.verify(staging)
         out.mkdir(exist_ok=True)
         for name in FILES:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from glimmer_ops import cli
+from glimmer_ops.lowering.export import FILES
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_synth_export_run_inspect(glimmer, tmp_path: Path) -> None:
         "export", "--gguf", file, "--out", folder, "--max-seq-len", 256, "--max-chunk", 32
     )
     assert status == 0, err
-    assert {p.name for p in folder.iterdir()} == {"model.pte", "model.ptd", "tokenizer.json"}
+    assert {p.name for p in folder.iterdir()} == set(FILES)
     status, out, err = glimmer("run", "--model", folder, "--prompt", "Hello", "--max-new-tokens", 8)
     assert status == 0, err
     assert out.startswith("Hello")

@@ -57,7 +57,7 @@ def _logits(model: Path, ids: list[int], exact: bool) -> np.ndarray:
     session = Session.load(model)
     slot = session.open()
     with _native.use_exact(exact):
-        return session.prefill(slot, ids, chunk=CHUNK, rows=range(len(ids)))
+        return session.prefill(slot, ids, CHUNK, range(len(ids)))
 
 
 def demo(out: Path, quant: str, console: Console) -> bool:

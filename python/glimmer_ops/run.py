@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from . import _native
-from .session import Sampling, Session
+from .session import Generated, Sampling, Session, set_threads
 from .tokenizer import StreamDecoder, Tokenizer
 
 Write = Callable[[str], None]
@@ -46,12 +48,16 @@ def parse_ids(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _load_tokenizer(request: Request, session: Session) -> Tokenizer | None:
-    path = request.tokenizer or request.model / "tokenizer.json"
-    if request.tokenizer is None and not path.exists():
+def load_tokenizer(model: Path, tokenizer: Path | None = None) -> Tokenizer | None:
+    """The given tokenizer.json, else what the export wrote beside the model, if it did."""
+    if tokenizer is not None:
+        return Tokenizer.from_file(tokenizer)
+    if not (model / "tokenizer.json").exists():
         return None
-    ids = {"bos_id": session.bos_id, "eos_ids": session.eos_ids} if not request.tokenizer else {}
-    return Tokenizer.from_file(path, **ids)
+    config = json.loads((model / "generation_config.json").read_text())
+    return Tokenizer.from_file(
+        model / "tokenizer.json", bos_id=config["bos_token_id"], eos_ids=config["eos_token_id"]
+    )
 
 
 def _prompt_ids(request: Request, tokenizer: Tokenizer | None) -> list[int]:
@@ -70,7 +76,7 @@ def _prompt_ids(request: Request, tokenizer: Tokenizer | None) -> list[int]:
 def _write_logits(request: Request, session: Session, ids: list[int]) -> None:
     assert request.logits is not None
     slot = session.open()
-    rows = session.prefill(slot, ids, chunk=request.chunk, rows=range(len(ids)))
+    rows = session.prefill(slot, ids, request.chunk, range(len(ids)))
     session.close(slot)
     with open(request.logits, "wb") as f:  # np.save would append .npy to another name
         np.save(f, rows)
@@ -78,20 +84,22 @@ def _write_logits(request: Request, session: Session, ids: list[int]) -> None:
 
 def run(request: Request, write: Write) -> None:
     """Streams the continuation to `write`, then the speeds. ValueError for bad input."""
-    session = Session.load(request.model, threads=request.threads)
-    tokenizer = _load_tokenizer(request, session)
+    set_threads(request.threads or len(os.sched_getaffinity(0)))
+    session = Session.load(request.model)
+    tokenizer = load_tokenizer(request.model, request.tokenizer)
     ids = _prompt_ids(request, tokenizer)
     with _native.use_exact(request.exact or _native.exact_mode()):
         if request.logits is not None:
             _write_logits(request, session, ids)
-        _generate(request, session, tokenizer, ids, write)
+        if request.max_new_tokens > 0:
+            _generate(request, session, tokenizer, ids, write)
 
 
 def _generate(
     request: Request, session: Session, tokenizer: Tokenizer | None, ids: list[int], write: Write
 ) -> None:
-    as_text = tokenizer is not None and not request.ids_only
-    stream = StreamDecoder(tokenizer) if as_text and tokenizer else None
+    stream = StreamDecoder(tokenizer) if tokenizer and not request.ids_only else None
+    stop_ids = sorted(tokenizer.eos_ids) if tokenizer else []
 
     def emit(token: int) -> None:
         write(stream.feed([token]) if stream else f"{token} ")
@@ -99,20 +107,21 @@ def _generate(
     if stream and request.prompt is not None:
         write(request.prompt)
     sampling = Sampling(request.temperature, request.top_k, request.top_p, request.seed)
-    slot = session.open()
     result = session.generate(
-        slot,
-        ids,
-        max_new_tokens=request.max_new_tokens,
-        sampling=sampling,
-        stop_ids=session.eos_ids,
-        chunk=request.chunk,
-        on_token=emit,
+        session.open(), ids, request.max_new_tokens, sampling, stop_ids, request.chunk, emit
     )
-    session.close(slot)
     write((stream.finish() if stream else "") + "\n")
     if not request.ids_only:
-        write(
-            f"prefill {result.prefill_tokens} tokens, {result.prefill_rate:.1f} tok/s; "
-            f"decode {len(result.ids)} tokens, {result.decode_rate:.1f} tok/s\n"
+        write(speeds(result))
+
+
+def speeds(result: Generated) -> str:
+    """One line: tokens and rates of prefill and decode."""
+    parts = [
+        f"{name} {tokens} tokens, {tokens / seconds:.1f} tok/s" if tokens else f"{name} 0 tokens"
+        for name, tokens, seconds in (
+            ("prefill", result.prefill_tokens, result.prefill_seconds),
+            ("decode", result.decode_tokens, result.decode_seconds),
         )
+    ]
+    return "; ".join(parts) + "\n"
