@@ -104,7 +104,10 @@ def _constants(model: FusedModel, options: ExportOptions) -> dict[str, Any]:
 
 
 def _sliding_pages(config: ModelConfig, options: ExportOptions) -> int:
-    return sliding_pages(config.window, options.max_chunk, options.slots) if any(config.sliding) else 1
+    if not any(config.sliding):
+        return 1
+    enough = sliding_pages(config.window, options.max_chunk, options.slots)
+    return min(enough, options.slots * options.max_pages)
 
 
 def export_methods(model: FusedModel, options: ExportOptions) -> dict[str, ExportedProgram]:

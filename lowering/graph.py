@@ -117,9 +117,9 @@ class FusedModel(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.weights = dict(weights)
+        self.weights = {n: weights[n] for n in weight_names(config) if n in weights}
         self.id = id_ or weights_id(weights)
-        data = {n: w.data for n, w in weights.items()}
+        data = {n: w.data for n, w in self.weights.items()}
         self.add_module(f"weights_{self.id}", _Buffers(data, persistent=True))
         if pools is not None:
             self.pools = _Buffers(pools, persistent=False)

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "glimmer/scratch.h"
 #include "op_call.h"
 
 namespace py = pybind11;
@@ -120,5 +121,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("exact", &exact_mode, "Whether K-quant matmuls keep float activations.");
   m.def("set_exact", &set_exact_mode, py::arg("exact"));
   m.def("isa_error", [] { return isa_status().message(); });
+  m.def("set_poison_scratch", &set_poison_scratch, py::arg("on"),
+        "Fills kernel scratch memory with 0xFF each time, for tests.");
   bind_session(m);
 }

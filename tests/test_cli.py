@@ -93,7 +93,7 @@ def test_greedy_ids_do_not_depend_on_the_chunk(glimmer, exported) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("--tokens", ""), ("zero tokens",)),
+        (("--tokens", ""), ("ids: expected at least one token",)),
         (("--tokens", "1,x"), ("--tokens: expected ids", "'x'")),
         (("--tokens", "1,1024"), ("1024",)),
         ((), ("expected one of --prompt and --tokens",)),

@@ -2,7 +2,7 @@
 
 A file has the official names, keys, types and shapes, and weights that keep the model well
 conditioned: matrices are N(0, 1 / K), the gains of the pre-norms lie near 1 and those of the
-post-norms near 0.3, so that rounding errors are not amplified from layer to layer, and the output
+post-norms near 0.25, so that rounding errors are not amplified from layer to layer, and the output
 head is scaled so that logits differ by whole units and greedy decoding is decisive.
 """
 
@@ -334,7 +334,7 @@ def _norm(
         return np.full(size, config.q_scale, np.float32)
     if ".attn_k_norm." in name:
         return np.full(size, config.k_scale, np.float32)
-    centre, spread = (0.3, 0.03) if ".post_" in name else (1.0, 0.1)
+    centre, spread = (0.25, 0.025) if ".post_" in name else (1.0, 0.1)
     unit = generator.random(size, dtype=np.float32) * 2 - 1
     return (centre + spread * unit).astype(np.float32)
 

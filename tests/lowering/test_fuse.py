@@ -35,7 +35,9 @@ def _upstream(tiny, layout: str, gate_up: bool, dtype: torch.dtype):
         state = upstream_model._split_gate_up(state, config)
     model = upstream_model.MuseGlimmerModel(config)
     model.load_state_dict(state)
-    return model.to(dtype).eval()
+    for parameter in model.parameters():  # not the buffers: RoPE's frequencies stay float32
+        parameter.data = parameter.data.to(dtype)
+    return model.eval()
 
 
 @torch.no_grad()

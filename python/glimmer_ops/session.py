@@ -1,0 +1,293 @@
+"""Decoding sessions: sequences that share a model's paged KV cache.
+
+A `Session` runs an exported program, or any `_C.Model`, for up to `limits.slots` sequences at once.
+It owns the page tables and gives every token its position. A step that fails is undone: lengths
+and tables are as before, and the session stays usable.
+
+Errors: ValueError names the bad argument, what was expected and what was found; RuntimeError is a
+lack of slots or pages, or a failure of the model (an operator's error, logits that are not finite).
+A session serves one call at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import operator
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ._native import _C
+
+PAGE_SIZE: int = _C.PAGE_SIZE
+ROLLBACK: int = _C.ROLLBACK
+MAX_DECODE_ROWS: int = _C.MAX_DECODE_ROWS
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose the next token.
+
+    temperature: 0 takes the most probable token, ties to the lowest id. top_k: number of tokens
+    kept, 0 for all. top_p: probability mass kept, in (0, 1]. seed: with the token's position it
+    determines the draw, whatever the batching.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def _native(self) -> Any:
+        (top_k, seed) = _ints("sampling", (self.top_k, self.seed))
+        return _C.SamplingParams(
+            temperature=float(self.temperature), top_k=top_k, top_p=float(self.top_p), seed=seed
+        )
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What `Session.generate` returns.
+
+    ids: every sampled id, a stop id included. stop_reason: "length", "stop_id" or "callback".
+    prefill_* and decode_*: numbers of tokens and wall time in seconds.
+    """
+
+    ids: list[int]
+    stop_reason: str
+    prefill_tokens: int
+    prefill_seconds: float
+    decode_tokens: int
+    decode_seconds: float
+
+
+def _ints(name: str, values: Iterable[Any]) -> list[int]:
+    result = []
+    for i, value in enumerate(values):
+        try:
+            number = operator.index(value)
+        except TypeError:
+            raise ValueError(f"{name}[{i}]: expected an integer, found {value!r}") from None
+        if not -(2**63) <= number < 2**63:
+            raise ValueError(f"{name}[{i}]: expected a 64-bit integer, found {number}")
+        result.append(number)
+    return result
+
+
+def _int(name: str, value: Any) -> int:
+    return _ints(name, (value,))[0]
+
+
+def sliding_pages(window: int, max_chunk: int, slots: int, page_size: int = PAGE_SIZE) -> int:
+    """Physical pages that suffice for the sliding layers of `slots` sequences of any length.
+
+    window: a query sees the keys less than `window` positions behind it. max_chunk: the most
+    tokens of one slot in a step. A slot never has more than max_seq_len / page_size pages, so the
+    smaller of both suffices. Raises ValueError for a value below 1.
+    """
+    return _C.sliding_pages(window, max_chunk, slots, page_size)
+
+
+def threads() -> int:
+    """Number of threads of the ExecuTorch pool that runs every kernel of this process."""
+    return _C.threads()
+
+
+def set_threads(n: int) -> None:
+    """Sets the size of that pool, 1 to 1024 threads. No model may be running. Raises ValueError."""
+    _C.set_threads(_int("threads", n))
+
+
+@functools.cache
+def _load_stock_kernels() -> None:
+    """Registers ExecuTorch's own operators, which programs use beside ours, in this process.
+
+    The library is the one that ExecuTorch's Python bindings link to, so importing them before or
+    after is fine; importing them for this purpose would take seconds.
+    """
+    spec = importlib.util.find_spec("executorch")
+    assert spec is not None and spec.submodule_search_locations  # _native has checked it
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    folder = Path(spec.submodule_search_locations[0], "lib")
+    ctypes.CDLL(str(folder / f"libexecutorch_kernels_optimized.{suffix}"))
+
+
+def load_program(path: str | Path, data: str | Path | None = None) -> Any:
+    """Loads an exported program as a model for `Session`.
+
+    path: a folder with model.pte and model.ptd, or a .pte file. data: its .ptd file, if not the
+    folder's. Raises ValueError naming the file that is missing, damaged, truncated or another
+    program's, and RuntimeError for a program without the expected methods and pools.
+    """
+    _load_stock_kernels()
+    pte = Path(path)
+    if pte.is_dir():
+        folder, pte = pte, pte / "model.pte"
+        if data is None and (folder / "model.ptd").exists():
+            data = folder / "model.ptd"
+    return _C.load_program(str(pte), "" if data is None else str(data))
+
+
+class Session:
+    """Sequences ("slots") decoded with one model. See the module for errors.
+
+    model: what `load_program` returns, or a `_C.Model`. page_seed: hand pages out in a random,
+    reproducible order; results do not depend on it.
+    """
+
+    def __init__(self, model: Any, page_seed: int | None = None) -> None:
+        self._session = _C.Session(model, page_seed)
+
+    @classmethod
+    def load(cls, path: str | Path, data: str | Path | None = None) -> Session:
+        """A session on an exported program; arguments and errors as for `load_program`."""
+        return cls(load_program(path, data))
+
+    @property
+    def limits(self) -> Any:
+        """vocab_size, max_seq_len, max_chunk, max_rows, slots, page_size, global_pages,
+        sliding_pages, window, sliding_layers (0 or 1 a layer), n_layers, max_pages."""
+        return self._session.limits
+
+    def open(self) -> int:
+        """Takes a free slot with an empty sequence. Raises RuntimeError when all are open."""
+        return self._session.open()
+
+    def close(self, slot: int) -> None:
+        """Gives a slot and its pages back."""
+        self._session.close(_int("slot", slot))
+
+    def length(self, slot: int) -> int:
+        """Number of tokens of a slot's sequence."""
+        return self._session.length(_int("slot", slot))
+
+    def prefill(
+        self,
+        slot: int,
+        ids: Sequence[int],
+        chunk: int | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> np.ndarray:
+        """Appends tokens to a slot.
+
+        ids: at least one. chunk: tokens a forward, 1 to limits.max_chunk (the default). rows:
+        indices into ids whose logits are wanted, in any order; by default the last, [] for none.
+        Returns float32 [len(rows), vocab_size].
+
+        When it fails, the slot is rolled back to where it was; if the sliding window no longer
+        allows that, the slot keeps the chunks that succeeded, as `length` tells.
+        """
+        return self._session.prefill(
+            _int("slot", slot),
+            _ints("ids", ids),
+            self.limits.max_chunk if chunk is None else _int("chunk", chunk),
+            None if rows is None else _ints("rows", rows),
+        )
+
+    def forward(
+        self,
+        tokens: Sequence[tuple[int, int]],
+        rows: Sequence[int] = (),
+        positions: Sequence[int] | None = None,
+    ) -> np.ndarray:
+        """One step over several slots.
+
+        tokens: pairs (slot, id), 1 to limits.max_chunk of them, slots mixed at will; slot -1 is a
+        padding row, without effect. Each slot's tokens continue its sequence, in this order or at
+        `positions`, one a token, which must be a permutation of those. rows: indices into tokens
+        whose logits are wanted. Returns float32 [len(rows), vocab_size].
+        """
+        return self._session.forward(
+            _ints("slots", (t[0] for t in tokens)),
+            _ints("ids", (t[1] for t in tokens)),
+            _ints("rows", rows),
+            None if positions is None else _ints("positions", positions),
+        )
+
+    def decode(
+        self, slots: Sequence[int], ids: Sequence[int], sampling: Sampling | Sequence[Sampling]
+    ) -> list[int]:
+        """One step of 1 to 16 rows; returns the next id sampled after each.
+
+        slots, ids: one a row; slot -1 is a padding row, whose result means nothing. Several rows of
+        one slot continue it one after the other: drafts to verify, of which `truncate` takes back
+        the rejected ones. sampling: one for all rows, or one a row.
+        """
+        each = [sampling] * len(ids) if isinstance(sampling, Sampling) else sampling
+        return self._session.decode(
+            _ints("slots", slots), _ints("ids", ids), [s._native() for s in each]
+        )
+
+    def generate(
+        self,
+        slot: int,
+        ids: Sequence[int],
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        stop_ids: Sequence[int] = (),
+        chunk: int | None = None,
+        callback: Callable[[int], bool | None] | None = None,
+    ) -> Generated:
+        """Appends ids to a slot, then decodes.
+
+        max_new_tokens: 1 to what max_seq_len leaves room for. stop_ids: decoding ends after one of
+        them. callback: called with each id as it is sampled; returning False ends decoding.
+
+        The last sampled id is not yet part of the sequence: begin the next call's ids with it.
+        After KeyboardInterrupt or another error the slot holds what was decoded before (a prefill
+        that did not end is rolled back, see `prefill`).
+        """
+        return Generated(
+            **self._session.generate(
+                _int("slot", slot),
+                _ints("ids", ids),
+                _int("max_new_tokens", max_new_tokens),
+                (sampling or Sampling())._native(),
+                _ints("stop_ids", stop_ids),
+                self.limits.max_chunk if chunk is None else _int("chunk", chunk),
+                callback,
+            )
+        )
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Rolls a slot back to `length` tokens.
+
+        The last 16 positions are always possible. Raises ValueError when the sliding window at
+        `length` needs keys that were freed.
+        """
+        self._session.truncate(_int("slot", slot), _int("length", length))
+
+    def share(self, src: int, dst: int, n: int) -> None:
+        """Starts the empty slot dst with the first n tokens of src, without copying or computing.
+
+        Both keep their own continuation. Raises ValueError when dst is not empty, src is shorter,
+        or the sliding window at n needs keys that src no longer holds.
+        """
+        self._session.share(_int("src", src), _int("dst", dst), _int("n", n))
+
+    def global_table(self) -> np.ndarray:
+        """int32 [slots, max_pages]: the physical page of each logical page, or -1. A copy."""
+        return self._session.table("global")
+
+    def sliding_table(self) -> np.ndarray:
+        """As `global_table`, for the sliding layers."""
+        return self._session.table("sliding")
+
+    def pages_in_use(self) -> dict[str, int]:
+        """Physical pages taken, by kind: {"global": n, "sliding": n}."""
+        return {kind: self._session.pages_in_use(kind) for kind in ("global", "sliding")}
+
+    def pool(self, layer: int, part: str) -> torch.Tensor:
+        """The K or V pool of a layer: [pages, kv_heads, page_size, head_dim], writable, no copy.
+
+        part: "k" or "v". dtype: the program's KV dtype (float32, float16 or bfloat16).
+        """
+        view = torch.from_numpy(self._session.pool(_int("layer", layer), part))
+        return view.view(torch.bfloat16) if view.dtype == torch.uint16 else view

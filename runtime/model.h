@@ -1,0 +1,90 @@
+// What a session needs of a model, whoever implements it: an ExecuTorch program (program.h) or
+// Python. A failing call throws; the session then undoes the step.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "glimmer/tensor.h"
+
+namespace glimmer {
+
+enum class LayerKind : uint8_t { Global, Sliding };
+
+constexpr int64_t kMaxDecodeRows = 16;
+
+struct ModelLimits {
+  int64_t vocab_size = 0;
+  int64_t max_seq_len = 0;  // tokens of one sequence
+  int64_t max_chunk = 0;    // tokens of one forward
+  int64_t max_rows = 0;     // rows of logits of one forward
+  int64_t slots = 0;        // sequences held at once
+  int64_t page_size = 0;
+  int64_t global_pages = 0;
+  int64_t sliding_pages = 0;
+  int64_t window = 0;  // 0: the model has no sliding layer
+  std::vector<int64_t>
+      sliding_layers;  // one entry a layer: 1 for a sliding one, 0 for a global one
+
+  int64_t n_layers() const { return static_cast<int64_t>(sliding_layers.size()); }
+  int64_t max_pages() const { return (max_seq_len + page_size - 1) / page_size; }
+  bool has(LayerKind kind) const {
+    for (int64_t sliding : sliding_layers)
+      if ((sliding != 0) == (kind == LayerKind::Sliding)) return true;
+    return false;
+  }
+};
+
+// Throws std::invalid_argument, naming the limit, unless a session can work with them.
+void check_limits(const ModelLimits& limits);
+
+struct SamplingParams {
+  double temperature = 0;  // 0: the most probable token
+  int64_t top_k = 0;       // 0: no limit
+  double top_p = 1;
+  int64_t seed = 0;
+};
+
+// The flat axis of one step, and the page tables [slots, max_pages]. Slot -1 is a padding row.
+struct Step {
+  std::vector<int64_t> ids;
+  std::vector<int64_t> pos;
+  std::vector<int64_t> slot;
+  const std::vector<int32_t>* global_table = nullptr;
+  const std::vector<int32_t>* sliding_table = nullptr;
+
+  int64_t size() const { return static_cast<int64_t>(ids.size()); }
+};
+
+class Model {
+ public:
+  explicit Model(ModelLimits limits) : limits_(std::move(limits)) {}
+  virtual ~Model() = default;
+  Model(const Model&) = delete;
+  Model& operator=(const Model&) = delete;
+
+  const ModelLimits& limits() const { return limits_; }
+
+  // float32 [T, D] for T = ids.size(), into `embeds`.
+  virtual void embed(const std::vector<int64_t>& ids, std::vector<float>& embeds) = 0;
+  // Writes the K and V of every token and the logits of token rows[i] to out[i], vocab_size each.
+  virtual void forward(const std::vector<float>& embeds, const Step& step,
+                       const std::vector<int64_t>& rows, const std::vector<float*>& out) = 0;
+  // The sampled next id of every row, with step = pos; -1 for a row whose logits are not finite.
+  virtual std::vector<int64_t> decode(const Step& step,
+                                      const std::vector<SamplingParams>& sampling) = 0;
+  // Copies one page of K and V in every layer of the kind.
+  virtual void copy_page(LayerKind kind, int64_t src, int64_t dst) = 0;
+  // [pages, kv_heads, page_size, head_dim] of one layer; part is 'k' or 'v'.
+  virtual Tensor pool(int64_t layer, char part) = 0;
+
+  std::atomic<bool> attached{false};  // a session uses this model
+
+ protected:
+  ModelLimits limits_;
+};
+
+}  // namespace glimmer
