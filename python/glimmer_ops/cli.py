@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
 import warnings
@@ -228,9 +229,16 @@ def demo(
         raise typer.Exit(1)
 
 
+def _quiet() -> None:
+    """Keeps off the terminal what torch, torchao and executorch say about themselves on import."""
+    warnings.filterwarnings("ignore")
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def main() -> None:
     """Entry point: turns every expected failure into one line and a status."""
-    warnings.filterwarnings("ignore")  # of torch and executorch, about themselves
+    _quiet()
     try:
         app()
     except KeyboardInterrupt:
