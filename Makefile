@@ -1,46 +1,50 @@
 # make run: set up, then the main job. make test: set up, then the tests.
+PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PYTHON ?= python3
-SOURCES := CMakeLists.txt pyproject.toml $(wildcard kernels/cpu/* kernels/include/glimmer/* runtime/*)
+# The package rebuilds its C++ when imported after a change: with this environment's cmake and ninja.
+export PATH := $(abspath $(BIN)):$(PATH)
+
+PY := python lowering tests
+CXX := $(wildcard kernels/include/glimmer/*.h kernels/cpu/*.h kernels/cpu/*.cpp kernels/cpu/*.cc runtime/*.h runtime/*.cpp)
 
 .PHONY: run test test-full lint format setup clean
 
 run: setup
-	$(BIN)/glimmer demo
+	glimmer demo
 
 test: setup
-	$(BIN)/python -m pytest -q -m "not slow"
+	python -m pytest -q -m "not slow"
 
 test-full: setup
-	$(BIN)/python -m pytest -q
+	python -m pytest -q
 
 lint: $(VENV)/.lint
-	$(BIN)/ruff check python lowering tests
-	$(BIN)/ruff format --check python lowering tests
-	$(BIN)/clang-format --dry-run --Werror $(wildcard kernels/include/glimmer/*.h kernels/cpu/*.h kernels/cpu/*.cpp kernels/cpu/*.cc runtime/*.h runtime/*.cpp)
-	$(BIN)/mypy python/glimmer_ops lowering
+	ruff check $(PY)
+	ruff format --check $(PY)
+	clang-format --dry-run --Werror $(CXX)
+	mypy python/glimmer_ops lowering
 
 format: $(VENV)/.lint
-	$(BIN)/ruff check --fix-only -q python lowering tests
-	$(BIN)/ruff format -q python lowering tests
-	$(BIN)/clang-format -i $(wildcard kernels/include/glimmer/*.h kernels/cpu/*.h kernels/cpu/*.cpp kernels/cpu/*.cc runtime/*.h runtime/*.cpp)
+	ruff check --fix-only -q $(PY)
+	ruff format -q $(PY)
+	clang-format -i $(CXX)
 
-setup: $(VENV)/.built
+setup: $(VENV)/.installed
 
 # torch is named alone and first: a looser requirement would pull the CUDA build.
 $(VENV)/.deps: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q torch==2.13.0
-	$(BIN)/python -m pip install -q scikit-build-core==1.1.2 pybind11==3.1.0 "cmake>=3.28" ninja executorch==1.5.1
+	python -m pip install -q torch==2.13.0
+	python -m pip install -q executorch==1.5.1 scikit-build-core==1.1.2 pybind11==3.1.0 "cmake>=3.28" ninja
 	touch $@
 
-$(VENV)/.built: $(VENV)/.deps $(SOURCES)
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install -q --no-build-isolation -e ".[test,transformers]"
+$(VENV)/.installed: $(VENV)/.deps CMakeLists.txt
+	python -m pip install -q --no-build-isolation -e ".[test,transformers]"
 	touch $@
 
-$(VENV)/.lint: $(VENV)/.built
-	$(BIN)/python -m pip install -q ".[lint]" --no-build-isolation --no-deps
+$(VENV)/.lint: $(VENV)/.installed
+	python -m pip install -q --no-build-isolation -e ".[test,transformers,lint]"
 	touch $@
 
 clean:
