@@ -155,7 +155,8 @@ def to_executorch(
 ) -> Path:
     """Writes model.pte and model.ptd, and the tokenizer's files if given, into out; returns out.
 
-    They appear only when they are whole and have been loaded once; on any failure nothing is left. Raises ValueError for options that the model does not admit.
+    They appear only when they are whole and have been loaded once; on any failure nothing is left.
+    Raises ValueError for options that the model does not admit.
     """
     options = options or ExportOptions()
     options.validate(model.config)

@@ -79,7 +79,8 @@ def _rows(name: str, weight: Any, start: int = 0, end: int | None = None) -> Wei
         return Weight(rows.view(torch.uint8), FLOAT_QTYPES[tensor.dtype])
     raise ValueError(
         f"{name}: expected raw GGUF rows (Q4_K, Q5_K, Q6_K) or a float32, float16 or bfloat16 "
-        f"tensor, found {type(weight).__name__} of {tensor.dtype}: load the model with backend='mlx'"
+        f"tensor, found {type(weight).__name__} of {tensor.dtype}: "
+        "load the model with backend='mlx'"
     )
 
 

@@ -56,9 +56,7 @@ def weight_name(gguf_name: str) -> str:
 
 def weight_names(config: ModelConfig) -> list[str]:
     """Every weight that the graph reads."""
-    layers = [
-        f"blk_{i}_{n}" for i in range(config.n_layers) for n in LAYER_NORMS + LAYER_MATRICES
-    ]
+    layers = [f"blk_{i}_{n}" for i in range(config.n_layers) for n in LAYER_NORMS + LAYER_MATRICES]
     return ["token_embd", *layers, "output_norm", "output"]
 
 

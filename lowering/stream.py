@@ -63,12 +63,12 @@ class TensorBytes(FileSlice):
     """A tensor's bytes, in memory."""
 
     def __init__(self, tensor: torch.Tensor, progress: Progress | None) -> None:
-        self._bytes = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        self._bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
         super().__init__(Path("memory"), tensor.data_ptr(), self._bytes.nbytes, progress)
 
     def _chunks(self, size: int) -> Iterator[bytes]:
         for start in range(0, size, _CHUNK):
-            yield bytes(self._bytes[start : min(start + _CHUNK, size)])
+            yield self._bytes[start : min(start + _CHUNK, size)].tobytes()
 
 
 def _check_emitter() -> None:

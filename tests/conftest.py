@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from glimmer_ops.gguf import GGUFModel, load
 from glimmer_ops.lowering import ExportOptions, from_gguf, to_executorch
 from glimmer_ops.synth import synth

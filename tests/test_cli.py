@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from glimmer_ops import cli
 from glimmer_ops.lowering.export import FILES
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import glimmer_ops
 import numpy as np
 import pytest
+from support.oracles import transformers_logits
+
+import glimmer_ops
 from glimmer_ops.demo import EXACT_BOUND, INTEGER_BOUND, compare
 from glimmer_ops.oracle import upstream_logits
 from glimmer_ops.session import Session
-from support.oracles import transformers_logits
 
 POSITIONS = 240
 QUANTS = ["F16", "Q4_K_M"]

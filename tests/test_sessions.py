@@ -6,10 +6,11 @@ teacher-forced bound. Pools start full of NaN, so whatever was never written mus
 
 from __future__ import annotations
 
-import glimmer_ops
 import numpy as np
 import pytest
 import torch
+
+import glimmer_ops
 from glimmer_ops.session import Sampling, Session, load_program
 
 N = 150
@@ -181,7 +182,7 @@ def test_freed_pages_full_of_nan(session, alone) -> None:
 
 
 def test_sliding_pools_do_not_grow_and_freed_pages_may_hold_nan(session) -> None:
-    """A long run holds a bounded number of sliding pages; those it freed are poisoned as it goes."""
+    """A long run holds a bounded number of sliding pages; those it frees are poisoned on the way."""
     limits = session.limits
     slot, most = session.open(), 0
     ids = _ids(11, 1000)
@@ -281,7 +282,7 @@ def test_pages_run_out_before_anything_is_launched(exported, path) -> None:
 
 
 def test_non_finite_weights_are_reported_not_sampled(tiny_gguf, tmp_path) -> None:
-    """A NaN scale in one super-block of the head reaches the logits and stops there, with a name."""
+    """A NaN scale in one super-block of the head: an error with a name, and a usable session."""
     from pathlib import Path
 
     from glimmer_ops.gguf import load

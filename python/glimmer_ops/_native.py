@@ -93,7 +93,7 @@ def exact_mode() -> bool:
 
 
 def set_exact(exact: bool) -> None:
-    """Selects the exact path for every K-quant matmul of this process; GLIMMER_EXACT=1 starts so."""
+    """Selects the exact path of every K-quant matmul in this process; initially GLIMMER_EXACT=1."""
     _C.set_exact(exact)
 
 
@@ -142,8 +142,6 @@ def call(op: str, names: Sequence[str], args: Sequence[Any]) -> tuple[torch.Tens
     Raises ValueError naming the argument, what was expected and what was found.
     """
     packed = [_pack(op, n, a) for n, a in zip(names, args, strict=True)]
-    outs = tuple(
-        torch.empty(sizes, dtype=DTYPES[code]) for code, sizes in _C.infer(op, packed)
-    )
+    outs = tuple(torch.empty(sizes, dtype=DTYPES[code]) for code, sizes in _C.infer(op, packed))
     _C.run(op, packed, [_pack(op, "out", o) for o in outs])
     return outs

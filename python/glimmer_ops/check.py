@@ -78,8 +78,9 @@ def run_case(op: Op, case: Case, backend: Backend, variant: Variant) -> Verdict:
     for name, want in expected.items():
         got = result[name]
         if got.shape != want.shape or got.dtype != want.dtype:
-            detail = f"{name}: expected {want.dtype}{list(want.shape)}, found {got.dtype}{list(got.shape)}"
-            return verdict(False, None, detail)
+            expected_type = f"{want.dtype}{list(want.shape)}"
+            found_type = f"{got.dtype}{list(got.shape)}"
+            return verdict(False, None, f"{name}: expected {expected_type}, found {found_type}")
         worst = max(worst, nmse(got, want))
     return verdict(worst <= bound, worst, "")
 

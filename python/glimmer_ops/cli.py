@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -81,9 +81,9 @@ def ops() -> None:
 
 @app.command()
 def check(
-    op: Annotated[Optional[str], typer.Option(help="Only this op.")] = None,
-    backend: Annotated[Optional[str], typer.Option(help="Only this backend.")] = None,
-    case: Annotated[Optional[str], typer.Option(help="Only the case with this id.")] = None,
+    op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
+    case: Annotated[str | None, typer.Option(help="Only the case with this id.")] = None,
     slow: Annotated[bool, typer.Option("--slow", help="Also the large cases.")] = False,
 ) -> None:
     """Op-level correctness: one line a case, NMSE against the float64 reference, and a verdict."""
@@ -132,12 +132,12 @@ def export(
     gguf: Annotated[Path, typer.Option(help="The model's GGUF file.")],
     out: Annotated[Path, typer.Option(help="Folder for model.pte and model.ptd.")],
     backend: Annotated[str, typer.Option(help="cpu.")] = "cpu",
-    max_seq_len: Annotated[Optional[int], typer.Option(help="Positions a sequence may have.")] = None,
+    max_seq_len: Annotated[int | None, typer.Option(help="Positions a sequence may have.")] = None,
     slots: Annotated[int, typer.Option(help="Sequences that may be open at once.")] = 4,
     max_chunk: Annotated[int, typer.Option(help="Most tokens of one prefill call.")] = 512,
     kv_dtype: Annotated[str, typer.Option(help="f16, bf16 or f32.")] = "f16",
     pages: Annotated[
-        Optional[int], typer.Option(help="Pages of 64 positions in each global layer's pool.")
+        int | None, typer.Option(help="Pages of 64 positions in each global layer's pool.")
     ] = None,
     all_logits: Annotated[
         bool, typer.Option("--all-logits", help="Let every row of a chunk have logits.")
@@ -168,11 +168,11 @@ def export(
 @app.command()
 def run(
     model: ModelDir,
-    prompt: Annotated[Optional[str], typer.Option(help="Text to continue.")] = None,
-    tokens: Annotated[Optional[str], typer.Option(help="Token ids: 1,2,3 or @FILE.")] = None,
-    tokenizer: Annotated[Optional[Path], typer.Option(help="A tokenizer.json to use.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Token ids: 1,2,3 or @FILE.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json to use.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=0)] = 64,
-    chunk: Annotated[Optional[int], typer.Option(help="Prefill chunk; default: the largest.")] = None,
+    chunk: Annotated[int | None, typer.Option(help="Prefill chunk; default: the largest.")] = None,
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 = off.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 = off.")] = 1.0,
@@ -181,13 +181,16 @@ def run(
         bool, typer.Option("--exact", help="Float activations in matmuls instead of int8.")
     ] = False,
     threads: Threads = 0,
-    ids_only: Annotated[bool, typer.Option("--ids-only", help="Print ids instead of text.")] = False,
+    ids_only: Annotated[
+        bool, typer.Option("--ids-only", help="Print ids instead of text.")
+    ] = False,
     logits: Annotated[
-        Optional[Path], typer.Option(help="Write [T, vocab] float32: a row a given token.")
+        Path | None, typer.Option(help="Write [T, vocab] float32: a row a given token.")
     ] = None,
 ) -> None:
     """Continue a prompt and report prefill and decode speed."""
-    from .run import Request, run as run_model
+    from .run import Request
+    from .run import run as run_model
 
     request = Request(
         model=model,
@@ -209,7 +212,9 @@ def run(
 
 
 @app.command()
-def inspect(file: Annotated[Path, typer.Argument(help="A .gguf, a .pte or a model folder.")]) -> None:
+def inspect(
+    file: Annotated[Path, typer.Argument(help="A .gguf, a .pte or a model folder.")],
+) -> None:
     """What a file holds: methods, ops a layer, resident bytes by type, pools."""
     from .inspect import inspect as report
 

@@ -95,7 +95,9 @@ def program_report(path: Path) -> ProgramReport:
 
 def _program_tables(path: Path) -> Iterator[Table]:
     report = program_report(path)
-    methods = Table("method", "instructions", "a layer", "delegates", "planned bytes", title=str(path))
+    methods = Table(
+        "method", "instructions", "a layer", "delegates", "planned bytes", title=str(path)
+    )
     for m in report.methods:
         per_layer = "-" if m.per_layer is None else f"{m.per_layer:g}"
         planned = " + ".join(f"{n:,}" for n in m.arenas)
@@ -106,7 +108,9 @@ def _program_tables(path: Path) -> Iterator[Table]:
         calls.add_row(op, *(str(m.calls[op]) for m in report.methods))
     yield calls
     sizes = Table("resident", "tensors", "bytes")
-    sizes.add_row("weights (.ptd)", str(len(report.constants)), f"{sum(report.constants.values()):,}")
+    sizes.add_row(
+        "weights (.ptd)", str(len(report.constants)), f"{sum(report.constants.values()):,}"
+    )
     sizes.add_row("page pools", str(len(report.pools)), f"{sum(report.pools.values()):,}")
     yield sizes
 

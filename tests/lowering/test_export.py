@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from glimmer_ops.inspect import program_report
 from glimmer_ops.lowering import ExportOptions, from_gguf, stream, to_executorch
 from glimmer_ops.lowering.export import export_methods
@@ -65,6 +66,7 @@ def test_row_axis_is_dynamic_in_every_method(tiny_gguf) -> None:
 def test_fused_upstream_model_exports_too(tiny_gguf, exported, tmp_path: Path) -> None:
     """In-memory weights, some of them row slices of one tensor, give the same .ptd bytes."""
     from executorch.examples.models.muse_glimmer.loaders.checkpoint_loader import load_gguf_model
+
     from glimmer_ops.lowering import fuse
     from glimmer_ops.oracle import upstream_config
 

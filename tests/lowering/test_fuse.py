@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from executorch.examples.models.muse_glimmer.model import model as upstream_model
+from support.graph import eager_logits
+
 from glimmer_ops.lowering import from_gguf, fuse
 from glimmer_ops.oracle import load_upstream, upstream_config, upstream_logits
-from support.graph import eager_logits
 
 LAYOUTS = ["qkv", "qko", "apart"]
 IDS = np.random.default_rng(1).integers(0, 1024, 60).tolist()
@@ -66,7 +67,10 @@ def test_half_weights_are_kept_as_they_are(tiny_gguf, dtype: torch.dtype) -> Non
     fused = fuse(model)
     expected = {torch.float16: "F16", torch.bfloat16: "BF16"}[dtype]
     assert fused.weights["blk_0_attn_q"].qtype == expected
-    assert fused.weights["blk_0_attn_q"].data.nbytes == 2 * model.layers[0].self_attn.q_proj.weight.numel()
+    assert (
+        fused.weights["blk_0_attn_q"].data.nbytes
+        == 2 * model.layers[0].self_attn.q_proj.weight.numel()
+    )
     ours = eager_logits(fused, IDS, chunk=16, exact=True)
     assert np.abs(ours - _upstream_eager(model)).max() < 5e-4
 

@@ -6,10 +6,11 @@ import itertools
 
 import pytest
 import torch
+from support.rows import permute_pages, row_count, take_rows
+
 from glimmer_ops.backends import BACKENDS
 from glimmer_ops.check import clone_args, run_case, tensors_of
 from glimmer_ops.ops import OPS
-from support.rows import permute_pages, row_count, take_rows
 
 PAIRS = [(o, b) for o in OPS.values() for b in BACKENDS.values() if b.supports(o)]
 CASES = [

@@ -9,8 +9,9 @@ import torch
 from executorch.exir import ExecutorchBackendConfig, to_edge
 from executorch.exir.passes import MemoryPlanningPass
 from executorch.runtime import Runtime
-from glimmer_ops.ops import OPS
 from support.rows import row_count
+
+from glimmer_ops.ops import OPS
 
 
 def _module(op, args):
@@ -45,9 +46,7 @@ def _program(op, args):
     values = tuple(args[i] for i in inputs)
     exported = torch.export.export(module, values, dynamic_shapes=(shapes,), strict=False)
     planning = MemoryPlanningPass(share_mutable_buffers=True, alloc_graph_input=False)
-    config = ExecutorchBackendConfig(
-        memory_planning_pass=planning, emit_mutable_buffer_names=True
-    )
+    config = ExecutorchBackendConfig(memory_planning_pass=planning, emit_mutable_buffer_names=True)
     program = to_edge(exported).to_executorch(config)
     return Runtime.get().load_program(program.buffer), inputs
 
@@ -57,10 +56,11 @@ def _example(op):
         args = case.make()
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         named = dict(zip(op.arg_names, args, strict=True))
-        small = all(0 < a.numel() < 1 << 18 for a in tensors)
-        if not case.error and not case.slow and small and 2 <= row_count(op, args) <= 64:
-            if all(named[n] is None or named[n].shape[0] == row_count(op, args) for n in op.rows):
-                return args
+        small = all(0 < a.numel() < 1 << 18 for a in tensors) and 2 <= row_count(op, args) <= 64
+        rows = [named[n] for n in op.rows if named[n] is not None]
+        equal = all(r.shape[0] == row_count(op, args) for r in rows)
+        if not case.error and not case.slow and small and equal:
+            return args
     raise AssertionError(f"{op.name}: no case is small enough")
 
 

@@ -1,4 +1,4 @@
-"""Loading the library: once, twice, as a second copy, against another executorch, on a forced ISA."""
+"""Loading the library: twice, as a second copy, against another executorch, on a forced ISA."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import glimmer_ops
 import pytest
 import torch
+
+import glimmer_ops
 from glimmer_ops import _native
 
 
@@ -26,7 +27,10 @@ def _python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-CALL = "import torch, glimmer_ops; print(torch.ops.glimmer.rms_norm(torch.ones(1, 4), None, 0.0).sum().item())"
+CALL = (
+    "import torch, glimmer_ops\n"
+    "print(torch.ops.glimmer.rms_norm(torch.ones(1, 4), None, 0.0).sum().item())"
+)
 
 
 @pytest.mark.parametrize("order", ["first", "last"])

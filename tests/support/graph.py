@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import glimmer_ops
 import numpy as np
 import torch
+
+import glimmer_ops
 from glimmer_ops.lowering import FusedModel
 from glimmer_ops.lowering.graph import make_pools
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import gguf as gguf_package
 import numpy as np
 import torch
+
 from glimmer_ops.config import ModelConfig
 from glimmer_ops.gguf import GGUFModel
 
@@ -63,7 +64,10 @@ def transformers_logits(model: GGUFModel, ids: Sequence[int]) -> np.ndarray:
 
     c = model.config
     hf = MuseGlimmerTextModel(_transformers_config(c)).float().eval()
-    state = {"embed_tokens.weight": dense(model, "token_embd"), "norm.weight": dense(model, "output_norm")}
+    state = {
+        "embed_tokens.weight": dense(model, "token_embd"),
+        "norm.weight": dense(model, "output_norm"),
+    }
     names = {
         "self_attn.q_proj": "attn_q",
         "self_attn.k_proj": "attn_k",

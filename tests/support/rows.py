@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
 from glimmer_ops.ops._contract import Op
 
 

@@ -52,7 +52,9 @@ def cases() -> Iterator[Case]:
     yield Case("f32/131072", _args(1, 131072, torch.float32))
     bad_weight = lambda: (torch.ones(2, 64), torch.ones(63), 1e-5)  # noqa: E731
     yield Case("refuse/weight-size", bad_weight, error="weight: expected shape [64]")
-    yield Case("refuse/int", lambda: (torch.ones(2, 4).int(), None, 1e-5), error="x: expected float")
+    yield Case(
+        "refuse/int", lambda: (torch.ones(2, 4).int(), None, 1e-5), error="x: expected float"
+    )
     nan = float("nan")
     yield Case("refuse/eps", lambda: (torch.ones(2, 4), None, nan), error="eps: expected")
 
