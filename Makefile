@@ -11,13 +11,13 @@ CXX := $(wildcard kernels/include/glimmer/*.h kernels/cpu/*.h kernels/cpu/*.cpp 
 .PHONY: run test test-full lint format setup clean
 
 run: setup
-	glimmer demo
+	@glimmer demo
 
 test: setup
-	python -m pytest -q -m "not slow"
+	@python -m pytest -q -m "not slow"
 
 test-full: setup
-	python -m pytest -q
+	@python -m pytest -q
 
 lint: $(VENV)/.lint
 	ruff check $(PY)

@@ -111,6 +111,22 @@ def test_run_refuses(glimmer, exported, args, words) -> None:
     _refused(glimmer("run", "--model", exported("Q4_K_M"), *args), *words)
 
 
+def test_run_refuses_another_models_weights(glimmer, exported, tmp_path: Path) -> None:
+    for name in FILES:
+        source = exported("Q6_K" if name == "model.ptd" else "Q4_K_M")
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    result = glimmer("run", "--model", tmp_path, "--tokens", "1")
+    _refused(result, "model.ptd", "holds weights", "expected")
+
+
+def test_logits_that_cannot_be_written_leave_nothing(glimmer, exported, tmp_path: Path) -> None:
+    target = tmp_path / "folder"
+    target.mkdir()
+    args = ("--tokens", "1,2", "--max-new-tokens", 0, "--logits", target)
+    _refused(glimmer("run", "--model", exported("Q4_K_M"), *args), "folder")
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+
+
 def test_run_refuses_what_is_no_model(glimmer, tmp_path: Path) -> None:
     _refused(glimmer("run", "--model", tmp_path, "--tokens", "1"), "model.pte")
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
-from support.oracles import transformers_logits
 
 import glimmer_ops
 from glimmer_ops.demo import EXACT_BOUND, INTEGER_BOUND, compare
 from glimmer_ops.oracle import upstream_logits
 from glimmer_ops.session import Session
+from support.oracles import transformers_logits
 
 POSITIONS = 240
 QUANTS = ["F16", "Q4_K_M"]
@@ -71,6 +73,28 @@ def test_half_precision_pools(exported, tiny_gguf, oracle_logits, kv_dtype, boun
     ours = _ours(exported, tiny_gguf("Q4_K_M"), "Q4_K_M", exact=True, kv_dtype=kv_dtype)
     result = compare("exact", ours, oracle_logits("upstream", "Q4_K_M"), exact=False)
     assert result.rms_relative <= bound, result
+
+
+def test_every_weight_type_in_one_file(tmp_path, monkeypatch) -> None:
+    """Q8_0, F16, BF16, F32 and K-quants mixed by tensor, the old gate name and no layer pattern."""
+    from glimmer_ops import gguf, synth
+    from glimmer_ops.lowering import from_gguf
+    from support.graph import eager_logits
+
+    types = itertools.cycle(gguf.QTYPES)
+    tensors = [
+        (name, shape, next(types) if len(shape) == 2 else qtype)
+        for name, shape, qtype in synth.plan("tiny", "Q4_K_M")
+    ]
+    monkeypatch.setattr(synth, "plan", lambda preset, quant: tensors)
+    options = {"pattern": "none", "gate_name": "attn_output_gate"}
+    model = gguf.load(synth.synth(tmp_path / "mixed.gguf", "tiny", "Q4_K_M", **options))
+    assert {t.qtype for t in model.tensors.values()} == set(gguf.QTYPES)
+    ids = _ids(model)[:100]
+    ours = eager_logits(from_gguf(model), ids, 16, exact=True)
+    assert compare("exact", ours, transformers_logits(model, ids), exact=True).passed
+    ours = eager_logits(from_gguf(model), ids, 16, exact=False)
+    assert compare("int8", ours, transformers_logits(model, ids), exact=False).passed
 
 
 def test_the_oracles_would_notice_a_broken_convention(tiny_gguf, oracle_logits) -> None:

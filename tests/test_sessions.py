@@ -182,7 +182,7 @@ def test_freed_pages_full_of_nan(session, alone) -> None:
 
 
 def test_sliding_pools_do_not_grow_and_freed_pages_may_hold_nan(session) -> None:
-    """A long run holds a bounded number of sliding pages; those it frees are poisoned on the way."""
+    """A long run holds a bounded number of sliding pages; freed ones are poisoned on the way."""
     limits = session.limits
     slot, most = session.open(), 0
     ids = _ids(11, 1000)

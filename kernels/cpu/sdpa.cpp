@@ -43,7 +43,6 @@ Status infer(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, cons
 }
 
 // --- Which keys each token sees
-// -------------------------------------------------------------------
 
 struct Token {
   int64_t row;         // in q
@@ -123,7 +122,6 @@ Status plan(const PagedCache& cache, const Request& r, int64_t max_tokens,
 }
 
 // --- The arithmetic of one split
-// ------------------------------------------------------------------
 
 constexpr int64_t round_up(int64_t n, int64_t to) {
   return (n + to - 1) / to * to;
@@ -275,7 +273,6 @@ void value_rows(Scratch& s, int64_t row, int64_t begin, int64_t end) {
 }
 
 // --- One block of tokens, one kv head
-// -------------------------------------------------------------
 
 template <class T, class C>
 class Attention {
@@ -420,7 +417,6 @@ class Attention {
 };
 
 // --- Scheduling
-// -----------------------------------------------------------------------------------
 
 // The splits that a block's keys touch.
 int64_t first_split(const Block& b) {

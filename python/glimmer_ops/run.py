@@ -78,8 +78,13 @@ def _write_logits(request: Request, session: Session, ids: list[int]) -> None:
     slot = session.open()
     rows = session.prefill(slot, ids, request.chunk, range(len(ids)))
     session.close(slot)
-    with open(request.logits, "wb") as f:  # np.save would append .npy to another name
-        np.save(f, rows)
+    partial = request.logits.with_name(f".{request.logits.name}.partial")
+    try:
+        with open(partial, "wb") as f:  # np.save would append .npy to another name
+            np.save(f, rows)
+        os.replace(partial, request.logits)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def run(request: Request, write: Write) -> None:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from executorch.examples.models.muse_glimmer.model import model as upstream_model
-from support.graph import eager_logits
 
 from glimmer_ops.lowering import from_gguf, fuse
 from glimmer_ops.oracle import load_upstream, upstream_config, upstream_logits
+from support.graph import eager_logits
 
 LAYOUTS = ["qkv", "qko", "apart"]
 IDS = np.random.default_rng(1).integers(0, 1024, 60).tolist()

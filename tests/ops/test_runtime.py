@@ -9,9 +9,9 @@ import torch
 from executorch.exir import ExecutorchBackendConfig, to_edge
 from executorch.exir.passes import MemoryPlanningPass
 from executorch.runtime import Runtime
-from support.rows import row_count
 
 from glimmer_ops.ops import OPS
+from support.rows import row_count
 
 
 def _module(op, args):
