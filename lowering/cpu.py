@@ -57,10 +57,10 @@ def write(
 
 
 def verify(folder: Path) -> None:
-    """Loads what was written and runs one token through every method."""
-    from glimmer_ops.session import Sampling, Session
+    """Loads what was written: every method, pool and weight must be there and fit.
 
-    session = Session.load(folder)
-    slot = session.open()
-    session.prefill(slot, [0])
-    session.decode([slot], [0], Sampling())
+    Nothing is run: that would page in all weights, 16 GB for the 30B.
+    """
+    from glimmer_ops.session import Session
+
+    Session.load(folder)

@@ -37,7 +37,7 @@ class ExportOptions:
     """What an export fixes.
 
     max_seq_len: positions per sequence. slots: sequences at once. max_chunk: tokens per prefill
-    call. kv_dtype: f16, bf16 or f32. pages: pages of each global layer's pool; None for enough to
+    call, at most max_seq_len. kv_dtype: f16, bf16 or f32. pages: pages of each global layer's pool; None for enough to
     fill every slot. all_logits: lets every row of a chunk have logits, for proofs.
     """
 
@@ -50,6 +50,10 @@ class ExportOptions:
     all_logits: bool = False
 
     @property
+    def chunk(self) -> int:
+        return min(self.max_chunk, self.max_seq_len)
+
+    @property
     def max_pages(self) -> int:
         return -(-self.max_seq_len // PAGE_SIZE)
 
@@ -59,7 +63,7 @@ class ExportOptions:
 
     @property
     def max_rows(self) -> int:
-        return max(self.max_chunk, MAX_DECODE_ROWS) if self.all_logits else MAX_DECODE_ROWS
+        return self.chunk if self.all_logits else MAX_DECODE_ROWS
 
     def validate(self, config: ModelConfig) -> None:
         """Raises ValueError naming the option, what was expected and what was found."""
@@ -70,10 +74,12 @@ class ExportOptions:
 
         expect(self.backend in BACKENDS, "backend", f"one of {', '.join(BACKENDS)}")
         expect(self.kv_dtype in KV_DTYPES, "kv_dtype", f"one of {', '.join(KV_DTYPES)}")
-        limit = config.context_length
-        expect(1 <= self.max_seq_len <= limit, "max_seq_len", f"1 to {limit} (the model's context)")
+        low, high = PAGE_SIZE, config.context_length
+        in_context = f"{low} to {high} (the model's context)"
+        expect(low <= self.max_seq_len <= high, "max_seq_len", in_context)
         expect(1 <= self.slots <= 1024, "slots", "1 to 1024")
-        expect(2 <= self.max_chunk <= 65536, "max_chunk", "2 to 65536")
+        low, high = MAX_DECODE_ROWS, 65536
+        expect(low <= self.max_chunk <= high, "max_chunk", f"{low} to {high}")
         if self.pages is not None:
             expect(self.pages >= 1, "pages", "at least 1")
 
@@ -85,7 +91,7 @@ def _constants(model: FusedModel, options: ExportOptions) -> dict[str, Any]:
     return {
         "get_vocab_size": c.vocab_size,
         "get_max_seq_len": options.max_seq_len,
-        "get_max_prefill_chunk": options.max_chunk,
+        "get_max_prefill_chunk": options.chunk,
         "get_n_layers": c.n_layers,
         "get_max_rows": options.max_rows,
         "get_slots": options.slots,
@@ -106,7 +112,7 @@ def _constants(model: FusedModel, options: ExportOptions) -> dict[str, Any]:
 def _sliding_pages(config: ModelConfig, options: ExportOptions) -> int:
     if not any(config.sliding):
         return 1
-    enough = sliding_pages(config.window, options.max_chunk, options.slots)
+    enough = sliding_pages(config.window, options.chunk, options.slots)
     return min(enough, options.slots * options.max_pages)
 
 
@@ -118,7 +124,7 @@ def export_methods(model: FusedModel, options: ExportOptions) -> dict[str, Expor
     c = model.config
     pages = (options.global_pages, _sliding_pages(c, options))
     pooled = model.with_pools(make_pools(c, *pages, KV_DTYPES[options.kv_dtype]))
-    t_chunk = {0: Dim("T", min=1, max=options.max_chunk)}
+    t_chunk = {0: Dim("T", min=1, max=options.chunk)}
     t_rows = {0: Dim("T", min=1, max=MAX_DECODE_ROWS)}
     rows = {0: Dim("R", min=0, max=options.max_rows)}
     ids = torch.arange(3)

@@ -134,7 +134,7 @@ def test_run_refuses_what_is_no_model(glimmer, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("--max-seq-len", 8192), ("max_seq_len: expected 1 to 4096", "8192")),
+        (("--max-seq-len", 8192), ("max_seq_len: expected 64 to 4096", "8192")),
         (("--kv-dtype", "f8"), ("kv_dtype: expected one of", "f8")),
         (("--slots", 0), ("slots: expected",)),
         (("--max-chunk", 1), ("max_chunk: expected",)),

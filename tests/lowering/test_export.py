@@ -63,6 +63,19 @@ def test_row_axis_is_dynamic_in_every_method(tiny_gguf) -> None:
         assert isinstance(first.shape[0], torch.SymInt), name
 
 
+def test_smallest_and_clamped_sizes(tiny_gguf, tmp_path: Path) -> None:
+    """One page of context: the default chunk of 512 is cut to it."""
+    from glimmer_ops.session import Session
+
+    folder = to_executorch(
+        from_gguf(tiny_gguf("F16")), tmp_path / "small", ExportOptions(max_seq_len=64, slots=1)
+    )
+    session = Session.load(folder)
+    assert session.limits.max_chunk == session.limits.max_seq_len == 64
+    result = session.generate(session.open(), list(range(60)), 4)
+    assert len(result.ids) == 4
+
+
 def test_fused_upstream_model_exports_too(tiny_gguf, exported, tmp_path: Path) -> None:
     """In-memory weights, some of them row slices of one tensor, give the same .ptd bytes."""
     from executorch.examples.models.muse_glimmer.loaders.checkpoint_loader import load_gguf_model
