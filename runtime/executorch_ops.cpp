@@ -8,57 +8,17 @@
 
 #include <array>
 
+#include "executorch_tensor.h"
 #include "op_call.h"
 
 namespace glimmer {
 namespace {
 
 namespace et = executorch::runtime;
-using executorch::aten::ScalarType;
 
 constexpr int kMaxOps = 64;
 constexpr int kMaxArgs = 24;
 constexpr int kMaxOuts = 4;
-
-bool to_dtype(ScalarType t, DType& out) {
-  switch (t) {
-    case ScalarType::Float:
-      out = DType::F32;
-      return true;
-    case ScalarType::Half:
-      out = DType::F16;
-      return true;
-    case ScalarType::BFloat16:
-      out = DType::BF16;
-      return true;
-    case ScalarType::Byte:
-      out = DType::U8;
-      return true;
-    case ScalarType::Int:
-      out = DType::I32;
-      return true;
-    case ScalarType::Long:
-      out = DType::I64;
-      return true;
-    case ScalarType::Bool:
-      out = DType::Bool;
-      return true;
-    default:
-      return false;
-  }
-}
-
-Status to_tensor(const executorch::aten::Tensor& t, Tensor& out) {
-  if (t.dim() > kMaxDims) return Status::error("a tensor has more than 4 dimensions");
-  if (!to_dtype(t.scalar_type(), out.dtype))
-    return Status::error("a tensor has an unsupported dtype");
-  if (!et::is_contiguous_dim_order(t.dim_order().data(), t.dim()))
-    return Status::error("a tensor is not contiguous");
-  out.ndim = static_cast<int>(t.dim());
-  for (int i = 0; i < out.ndim; ++i) out.sizes[i] = t.size(i);
-  out.data = const_cast<void*>(t.const_data_ptr());
-  return {};
-}
 
 Status to_arg(const et::EValue& v, Arg& arg) {
   if (v.isNone()) {
@@ -87,8 +47,8 @@ Status resize_out(executorch::aten::Tensor& t, const Shape& shape, Tensor& out) 
     sizes[i] = static_cast<executorch::aten::SizesType>(shape.sizes[i]);
   if (et::resize_tensor(t, {sizes.data(), static_cast<size_t>(shape.ndim)}) != et::Error::Ok)
     return Status::error("out: " + to_string(shape) + " does not fit the planned memory");
-  GLIMMER_RETURN_IF_ERROR(to_tensor(t, out));
   out.name = "out";
+  GLIMMER_RETURN_IF_ERROR(to_tensor(t, out));
   return expect_shape(out, shape);
 }
 

@@ -12,6 +12,7 @@
 #include <stdexcept>
 
 #include "executorch_log.h"
+#include "executorch_tensor.h"
 #include "flat_tensor.h"
 #include "op_call.h"
 
@@ -85,30 +86,12 @@ void check_weights_id(const std::string& path, const std::vector<std::string>& k
   }
 }
 
-DType to_dtype(const std::string& name, ScalarType t) {
-  switch (t) {
-    case ScalarType::Float:
-      return DType::F32;
-    case ScalarType::Half:
-      return DType::F16;
-    case ScalarType::BFloat16:
-      return DType::BF16;
-    case ScalarType::Long:
-      return DType::I64;
-    case ScalarType::Int:
-      return DType::I32;
-    default:
-      bad_program(name + ": unsupported dtype " + std::to_string(static_cast<int>(t)));
-  }
-}
-
 Tensor to_tensor(const std::string& name, const EtTensor& t) {
-  if (t.dim() > kMaxDims) bad_program(name + ": more than 4 dimensions");
   Tensor out;
-  out.dtype = to_dtype(name, t.scalar_type());
-  out.ndim = static_cast<int>(t.dim());
-  for (int i = 0; i < out.ndim; ++i) out.sizes[i] = t.size(i);
-  out.data = const_cast<void*>(t.const_data_ptr());
+  out.name = name.c_str();
+  const Status status = to_tensor(t, out);
+  if (!status.ok()) bad_program(status.message());
+  out.name = "";
   return out;
 }
 
@@ -239,7 +222,7 @@ class ProgramModel : public Model {
     for (size_t i = 0; same && i < sizes.size(); ++i) same = t.size(i) == sizes[i];
     if (same) return;
     Shape expected;
-    expected.dtype = to_dtype(method, type);
+    expected.dtype = *to_dtype(type);
     for (int64_t size : sizes) expected.sizes[expected.ndim++] = size;
     bad_program(std::string(method) + ": expected output " + to_string(expected) + ", found " +
                 to_string(to_tensor(method, t)));
