@@ -37,8 +37,9 @@ class ExportOptions:
     """What an export fixes.
 
     max_seq_len: positions per sequence. slots: sequences at once. max_chunk: tokens per prefill
-    call, at most max_seq_len. kv_dtype: f16, bf16 or f32. pages: pages of each global layer's pool; None for enough to
-    fill every slot. all_logits: lets every row of a chunk have logits, for proofs.
+    call, at most max_seq_len. kv_dtype: f16, bf16 or f32. pages: pages of each global layer's pool;
+    None for enough to fill every slot. all_logits: lets every row of a chunk have logits, for
+    proofs.
     """
 
     backend: str = "cpu"

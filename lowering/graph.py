@@ -63,8 +63,8 @@ def weight_names(config: ModelConfig) -> list[str]:
 def weights_id(weights: Mapping[str, Weight]) -> str:
     """16 hex digits that tell one set of weights from another.
 
-    Hashes names, types, shapes and up to 4 KiB from each end of every tensor: enough to tell any
-    two models apart without reading 17 GB.
+    Hashes names, types, shapes and up to 4 KiB from each end of every tensor, without reading
+    17 GB: it tells models apart, not copies of one that differ only in the midst of a tensor.
     """
     digest = hashlib.sha256()
     for name in sorted(weights):

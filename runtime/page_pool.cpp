@@ -128,7 +128,7 @@ void PagePool::share(int64_t src, int64_t dst, int64_t n) {
     fail("n_tokens: cannot share " + std::to_string(n) + " tokens of slot " + std::to_string(src) +
          ": their window needs positions before " + std::to_string(from.first * config_.page_size) +
          ", which were freed");
-  to = {n, std::max(from.first, first_kept(n)), pages_for(n)};
+  to = {n, from.first, pages_for(n)};
   for (int64_t p = to.first; p < to.end; ++p) {
     entry(dst, p) = entry(src, p);
     ++refcount_[entry(src, p)];

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +119,39 @@ def test_run_refuses_another_models_weights(glimmer, exported, tmp_path: Path) -
         (tmp_path / name).write_bytes((source / name).read_bytes())
     result = glimmer("run", "--model", tmp_path, "--tokens", "1")
     _refused(result, "model.ptd", "holds weights", "expected")
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", "{", '{"bos_token_id": "a", "eos_token_id": 1}', '{"bos_token_id": 1}']
+)
+def test_run_refuses_a_damaged_generation_config(glimmer, exported, tmp_path, text) -> None:
+    for name in FILES:
+        (tmp_path / name).write_bytes((exported("Q4_K_M") / name).read_bytes())
+    (tmp_path / "generation_config.json").write_text(text)
+    result = glimmer("run", "--model", tmp_path, "--tokens", "1", "--max-new-tokens", "1")
+    _refused(result, "generation_config.json")
+
+
+def test_one_eos_id_need_not_be_a_list(glimmer, exported, tmp_path: Path) -> None:
+    for name in FILES:
+        (tmp_path / name).write_bytes((exported("Q4_K_M") / name).read_bytes())
+    (tmp_path / "generation_config.json").write_text('{"bos_token_id": null, "eos_token_id": 7}')
+    status, _, err = glimmer("run", "--model", tmp_path, "--tokens", "1", "--max-new-tokens", "1")
+    assert status == 0, err
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_synth_leaves_nothing(tmp_path: Path, signal_: int) -> None:
+    command = [sys.executable, "-m", "glimmer_ops", "synth", "--preset", "mid"]
+    process = subprocess.Popen([*command, "--out", str(tmp_path / "x.gguf")], stderr=-1, text=True)
+    while not list(tmp_path.iterdir()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal_)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[signal_]
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_logits_that_cannot_be_written_leave_nothing(glimmer, exported, tmp_path: Path) -> None:

@@ -64,8 +64,6 @@ def _load() -> Any:
             f"glimmer_ops could not link to executorch {installed} ({error}): "
             "rebuild glimmer_ops against the installed executorch"
         ) from error
-    if _C.isa_error():
-        raise ImportError(_C.isa_error())
     return _C
 
 
@@ -80,6 +78,12 @@ def isas() -> list[str]:
 def isa() -> str:
     """The ISA whose kernels run; GLIMMER_CPU_ISA or `set_isa` choose it, else the best one."""
     return _C.isa()
+
+
+def check_isa() -> None:
+    """Raises ValueError when GLIMMER_CPU_ISA names no ISA of this machine; every op does so too."""
+    if _C.isa_error():
+        raise ValueError(_C.isa_error())
 
 
 def set_isa(name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import sys
 import time
 import warnings
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from ._native import check_isa
 
 if TYPE_CHECKING:
     from .gguf import GGUFModel
@@ -244,7 +247,9 @@ def _quiet() -> None:
 def main() -> None:
     """Entry point: turns every expected failure into one line and a status."""
     _quiet()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that clean-up code runs
     try:
+        check_isa()
         app()
     except KeyboardInterrupt:
         sys.exit(130)

@@ -54,10 +54,22 @@ def load_tokenizer(model: Path, tokenizer: Path | None = None) -> Tokenizer | No
         return Tokenizer.from_file(tokenizer)
     if not (model / "tokenizer.json").exists():
         return None
-    config = json.loads((model / "generation_config.json").read_text())
-    return Tokenizer.from_file(
-        model / "tokenizer.json", bos_id=config["bos_token_id"], eos_ids=config["eos_token_id"]
-    )
+    bos_id, eos_ids = _special_ids(model / "generation_config.json")
+    return Tokenizer.from_file(model / "tokenizer.json", bos_id=bos_id, eos_ids=eos_ids)
+
+
+def _special_ids(path: Path) -> tuple[int | None, list[int]]:
+    """bos_token_id and eos_token_id (an id, or a list of ids) of a generation_config.json."""
+    try:
+        config = json.loads(path.read_text())
+        bos, eos = config["bos_token_id"], config["eos_token_id"]
+        eos = eos if isinstance(eos, list) else [eos]
+        valid = all(type(i) is int for i in eos) and (bos is None or type(bos) is int)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
+    if not valid:
+        raise ValueError(f"{path}: expected integer ids, found bos {bos} and eos {eos}")
+    return bos, eos
 
 
 def _prompt_ids(request: Request, tokenizer: Tokenizer | None) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from glimmer_ops.inspect import program_report
 from glimmer_ops.lowering import ExportOptions, from_gguf, stream, to_executorch
 from glimmer_ops.lowering.export import export_methods
+from glimmer_ops.lowering.graph import weights_id
 
 METHODS = {"embed_text", "forward_from_embeddings", "decode"}
 
@@ -90,6 +92,22 @@ def test_fused_upstream_model_exports_too(tiny_gguf, exported, tmp_path: Path) -
     folder = to_executorch(fuse(model), tmp_path / "fused", options)
     expected = (exported("Q4_K_M") / "model.ptd").read_bytes()
     assert (folder / "model.ptd").read_bytes() == expected
+
+
+@pytest.mark.parametrize("at", [0, -1])
+def test_weights_id_tells_models_apart(tiny_gguf, at: int) -> None:
+    """One changed byte at either end of one tensor, another type or another name."""
+    model = from_gguf(tiny_gguf("Q4_K_M"))
+    weights = dict(model.weights)
+    original = weights["blk_3_attn_v"]
+    data = original.data.clone()
+    data.view(-1)[at] ^= 1
+    weights["blk_3_attn_v"] = dataclasses.replace(original, data=data)
+    assert weights_id(weights) != model.id
+    weights["blk_3_attn_v"] = dataclasses.replace(original, qtype="Q5_K")
+    assert weights_id(weights) != model.id
+    weights["blk_3_attn_v"] = original
+    assert weights_id(weights) == model.id
 
 
 def test_streaming_is_undone_and_checks_the_emitter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import struct
 import subprocess
 import sys
 
@@ -249,6 +250,26 @@ def test_every_damaged_byte_of_the_data_files_tables(toy, tmp_path, pattern):
         except (ValueError, RuntimeError):
             refused += 1
     assert refused > 100
+
+
+def test_a_segment_that_ends_behind_the_file(toy, tmp_path):
+    """Every 64-bit size of the tables, one after the other, made far too large."""
+    folder = copy_of(toy, tmp_path)
+    data = (folder / "model.ptd").read_bytes()
+    weights = getattr(toy[1], toy[1].weights_name)
+    sizes = {b.numel() * b.element_size() for b in weights.buffers()}
+    tables = data[: len(data) - max(sizes)]
+    found = 0
+    for size in sizes:
+        at = tables.find(struct.pack("<Q", size), 64)
+        while at >= 0:
+            damaged = data[:at] + struct.pack("<Q", 1 << 40) + data[at + 8 :]
+            (folder / "damaged.ptd").write_bytes(damaged)
+            with pytest.raises(ValueError, match="damaged.ptd: is damaged"):
+                load_program(folder, folder / "damaged.ptd")
+            found += 1
+            at = tables.find(struct.pack("<Q", size), at + 1)
+    assert found > 0
 
 
 # --- programs that are not ours -------------------------------------------------------------------

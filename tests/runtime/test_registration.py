@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -85,10 +86,15 @@ def test_isa_from_the_environment(isa: str) -> None:
 
 
 def test_unknown_isa_is_a_clear_error() -> None:
-    result = _python("import glimmer_ops", GLIMMER_CPU_ISA="sse9")
+    """From every op, and from the command line in one line."""
+    message = r"GLIMMER_CPU_ISA: expected auto or one that this CPU has \(.*\), found 'sse9'"
+    result = _python(CALL, GLIMMER_CPU_ISA="sse9")
     assert result.returncode == 1
-    assert "GLIMMER_CPU_ISA: expected auto or one that this CPU has" in result.stderr
-    assert "found 'sse9'" in result.stderr
+    assert re.search("ValueError: rms_norm: " + message, result.stderr)
+    command = "import sys; sys.argv = ['glimmer', 'ops']; import glimmer_ops.cli as c; c.main()"
+    result = _python(command, GLIMMER_CPU_ISA="sse9")
+    assert result.returncode == 1
+    assert re.fullmatch("error: " + message, result.stderr.strip())
 
 
 def test_non_contiguous_and_foreign_dtypes_are_refused_by_name() -> None:

@@ -18,8 +18,8 @@ import torch
 FLOAT_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 # Bounds on NMSE = Σ(y - ref)² / Σref² against the float64 reference: float32 arithmetic, or one
-# rounding to the output type (unit roundoff 2^-9 and 2^-12; uniform rounding has u²/3, with room
-# for values just above a power of two).
+# rounding to the output type. With unit roundoff u (2^-8 for bfloat16, 2^-11 for float16) values
+# spread evenly have about u²/6; a tensor of very few elements may reach u².
 DEFAULT_NMSE = {"f32": 1e-10, "bf16": 4e-6, "f16": 6e-8}
 
 
