@@ -183,9 +183,8 @@ class ProgramModel : public Model {
  private:
   [[noreturn]] void fail(const std::string& what, et::Error error, LogCapture& log) {
     std::string message = what + " (" + et::to_string(error) + ")";
-    const std::string op = take_op_error(), logged = log.take();
-    if (!op.empty()) message += ": " + op;
-    if (!logged.empty()) message += ": " + logged;
+    const std::string op = take_op_error(), logged = log.take();  // the log repeats the op's error
+    if (!op.empty() || !logged.empty()) message += ": " + (op.empty() ? logged : op);
     bad_program(message);
   }
 

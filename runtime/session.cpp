@@ -63,8 +63,8 @@ bool all_finite(const float* x, int64_t n) {
 
 void check_sampling(const std::string& name, const SamplingParams& p) {
   const auto number = [](double v) { return ", found " + std::to_string(v); };
-  if (!(p.temperature >= 0 && std::isfinite(p.temperature)))
-    bad(name + "temperature: expected a finite value >= 0" + number(p.temperature));
+  if (!(p.temperature >= 0 && std::isfinite(static_cast<float>(p.temperature))))
+    bad(name + "temperature: expected a finite float32 >= 0" + number(p.temperature));
   if (p.top_k < 0) bad(name + "top_k: expected a value >= 0" + found(p.top_k));
   if (!(p.top_p > 0 && p.top_p <= 1))
     bad(name + "top_p: expected a value in (0, 1]" + number(p.top_p));

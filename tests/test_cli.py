@@ -104,7 +104,12 @@ def test_greedy_ids_do_not_depend_on_the_chunk(glimmer, exported) -> None:
         (("--tokens", "1", "--chunk", "129"), ("chunk", "129")),
         (("--tokens", "1", "--temperature", "-1"), ("temperature",)),
         (("--tokens", "1", "--top-p", "nan"), ("top_p",)),
-        (("--tokens", "@/nonexistent/ids"), ("/nonexistent/ids",)),
+        (("--tokens", "1", "--temperature", "1e300"), ("temperature: expected a finite float32",)),
+        (("--tokens", "1", "--seed", "9" * 30), ("seed: expected a 64-bit integer",)),
+        (("--tokens", "1", "--max-new-tokens", "0"), ("nothing to do",)),
+        (("--tokens", "1", "--logits", "/nonexistent/x.npy"), ("--logits: expected a file",)),
+        (("--tokens", "@/nonexistent/ids"), ("--tokens: /nonexistent/ids: cannot be read",)),
+        (("--prompt", "\udcff"), ("text: expected valid Unicode",)),
         (("--prompt", "x", "--tokenizer", "/nonexistent.json"), ("/nonexistent.json",)),
         (("--tokens", " ".join(["1"] * 1025)), ("1024",)),
     ],
@@ -158,7 +163,8 @@ def test_logits_that_cannot_be_written_leave_nothing(glimmer, exported, tmp_path
     target = tmp_path / "folder"
     target.mkdir()
     args = ("--tokens", "1,2", "--max-new-tokens", 0, "--logits", target)
-    _refused(glimmer("run", "--model", exported("Q4_K_M"), *args), "folder")
+    result = glimmer("run", "--model", exported("Q4_K_M"), *args)
+    _refused(result, "--logits: expected a file in an existing folder", "folder")
     assert [p.name for p in tmp_path.iterdir()] == ["folder"]
 
 

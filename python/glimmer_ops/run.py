@@ -40,7 +40,10 @@ class Request:
 def parse_ids(text: str) -> list[int]:
     """Token ids of "1,2,3", "1 2 3" or "@FILE" with such a text."""
     if text.startswith("@"):
-        text = Path(text[1:]).read_text()
+        try:
+            text = Path(text[1:]).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--tokens: {text[1:]}: cannot be read: {error}") from error
     words = text.replace(",", " ").split()
     for word in words:
         if not word.isdecimal():
@@ -101,6 +104,12 @@ def _write_logits(request: Request, session: Session, ids: list[int]) -> None:
 
 def run(request: Request, write: Write) -> None:
     """Streams the continuation to `write`, then the speeds. ValueError for bad input."""
+    if request.logits is None and request.max_new_tokens == 0:
+        raise ValueError("nothing to do: expected --max-new-tokens above 0 or --logits")
+    if request.logits is not None and (
+        request.logits.is_dir() or not request.logits.absolute().parent.is_dir()
+    ):
+        raise ValueError(f"--logits: expected a file in an existing folder, found {request.logits}")
     set_threads(request.threads or len(os.sched_getaffinity(0)))
     session = Session.load(request.model)
     tokenizer = load_tokenizer(request.model, request.tokenizer)

@@ -46,9 +46,11 @@ class Sampling:
     seed: int = 0
 
     def _native(self) -> Any:
-        (top_k, seed) = _ints("sampling", (self.top_k, self.seed))
         return _C.SamplingParams(
-            temperature=float(self.temperature), top_k=top_k, top_p=float(self.top_p), seed=seed
+            temperature=float(self.temperature),
+            top_k=_int("top_k", self.top_k),
+            top_p=float(self.top_p),
+            seed=_int("seed", self.seed),
         )
 
 
@@ -68,21 +70,18 @@ class Generated:
     decode_seconds: float
 
 
-def _ints(name: str, values: Iterable[Any]) -> list[int]:
-    result = []
-    for i, value in enumerate(values):
-        try:
-            number = operator.index(value)
-        except TypeError:
-            raise ValueError(f"{name}[{i}]: expected an integer, found {value!r}") from None
-        if not -(2**63) <= number < 2**63:
-            raise ValueError(f"{name}[{i}]: expected a 64-bit integer, found {number}")
-        result.append(number)
-    return result
-
-
 def _int(name: str, value: Any) -> int:
-    return _ints(name, (value,))[0]
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}: expected an integer, found {value!r}") from None
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{name}: expected a 64-bit integer, found {number}")
+    return number
+
+
+def _ints(name: str, values: Iterable[Any]) -> list[int]:
+    return [_int(f"{name}[{i}]", value) for i, value in enumerate(values)]
 
 
 def sliding_pages(window: int, max_chunk: int, slots: int, page_size: int = PAGE_SIZE) -> int:

@@ -171,6 +171,10 @@ class Tokenizer:
     def encode(self, text: str, *, bos: bool = False) -> list[int]:
         """Token ids of the text; special tokens written in it are recognised. `bos` puts the
         begin token in front (TokenizerError where the vocabulary has none)."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TokenizerError(f"text: expected valid Unicode, found {error}") from error
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         if not bos:
             return ids
