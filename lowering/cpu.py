@@ -16,16 +16,12 @@ from torch.export import ExportedProgram
 
 from .export import WEIGHTS_FILE
 from .graph import FusedModel
-from .stream import FileSlice, Progress, TensorBytes, streamed_constants
+from .stream import Progress, WeightBytes, streamed_constants
 
 
-def _sources(model: FusedModel, progress: Progress) -> dict[str, FileSlice]:
-    return {
-        f"weights_{model.id}.{name}": FileSlice(w.path, w.offset, w.data.nbytes, progress)
-        if w.path
-        else TensorBytes(w.data, progress)
-        for name, w in model.weights.items()
-    }
+def _sources(model: FusedModel, progress: Progress) -> dict[str, WeightBytes]:
+    names = {name: f"weights_{model.id}.{name}" for name in model.weights}
+    return {names[name]: WeightBytes(names[name], w, progress) for name, w in model.weights.items()}
 
 
 def write(

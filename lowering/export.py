@@ -82,7 +82,8 @@ class ExportOptions:
         low, high = MAX_DECODE_ROWS, 65536
         expect(low <= self.max_chunk <= high, "max_chunk", f"{low} to {high}")
         if self.pages is not None:
-            expect(self.pages >= 1, "pages", "at least 1")
+            most = self.slots * self.max_pages
+            expect(1 <= self.pages <= most, "pages", f"1 to {most}, which fill every slot")
 
 
 def _constants(model: FusedModel, options: ExportOptions) -> dict[str, Any]:
@@ -153,6 +154,27 @@ def _write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(ids) + "\n")
 
 
+def _check_out(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out: expected a folder, found the file {out}")
+    for name in FILES:
+        if (out / name).is_dir():
+            raise ValueError(f"out: expected a file or nothing at {out / name}, found a folder")
+
+
+def _publish(staging: Path, out: Path) -> None:
+    """Moves the finished files to out: at once when it is new, else one by one, the .pte last."""
+    staging.chmod(0o755)  # mkdtemp made it private
+    if not out.exists():
+        os.rename(staging, out)
+        return
+    for name in FILES:
+        if (staging / name).exists():
+            os.replace(staging / name, out / name)
+        else:  # of an earlier export
+            (out / name).unlink(missing_ok=True)
+
+
 def to_executorch(
     model: FusedModel,
     out: str | os.PathLike[str],
@@ -163,14 +185,14 @@ def to_executorch(
     """Writes model.pte and model.ptd, and the tokenizer's files if given, into out; returns out.
 
     They appear only when they are whole and have been loaded once; on any failure nothing is left.
+    In a folder that has an export already its files are replaced; the runtime refuses a mix of two.
     Raises ValueError for options that the model does not admit.
     """
     options = options or ExportOptions()
     options.validate(model.config)
     backend = importlib.import_module(f"{__package__}.{options.backend}")
     out = Path(out)
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out: expected a folder, found the file {out}")
+    _check_out(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     total = sum(w.data.nbytes for w in model.weights.values())
     written = 0
@@ -188,12 +210,7 @@ def to_executorch(
         if tokenizer:
             _write_tokenizer(tokenizer, staging)
         backend.verify(staging)
-        out.mkdir(exist_ok=True)
-        for name in FILES:
-            if (staging / name).exists():
-                os.replace(staging / name, out / name)
-            else:  # of an earlier export
-                (out / name).unlink(missing_ok=True)
+        _publish(staging, out)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return out

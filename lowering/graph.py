@@ -20,6 +20,7 @@ from glimmer_ops.config import ModelConfig
 from glimmer_ops.gguf import GGUFModel
 
 PAGE_SIZE = 64
+CHUNK_BYTES = 8 << 20
 KV_DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 LAYER_MATRICES = (
     "attn_q",
@@ -48,6 +49,24 @@ class Weight:
     path: Path | None = None
     offset: int = 0
 
+    def chunks(self) -> Iterator[bytes]:
+        """The bytes in pieces of at most 8 MiB, from the file if there is one: a memory map would
+        count as resident. OSError when the file has shrunk."""
+        if self.path is None:
+            flat = self.data.contiguous().reshape(-1).view(torch.uint8).numpy()
+            for start in range(0, flat.nbytes, CHUNK_BYTES):
+                yield flat[start : start + CHUNK_BYTES].tobytes()
+            return
+        with open(self.path, "rb") as f:
+            f.seek(self.offset)
+            left = self.data.nbytes
+            while left > 0:
+                chunk = f.read(min(left, CHUNK_BYTES))
+                if not chunk:
+                    raise OSError(f"{self.path}: ended while its weights were being read")
+                left -= len(chunk)
+                yield chunk
+
 
 def weight_name(gguf_name: str) -> str:
     """The buffer's name of a GGUF tensor: blk.3.attn_q.weight -> blk_3_attn_q."""
@@ -61,18 +80,13 @@ def weight_names(config: ModelConfig) -> list[str]:
 
 
 def weights_id(weights: Mapping[str, Weight]) -> str:
-    """16 hex digits that tell one set of weights from another.
-
-    Hashes names, types, shapes and up to 4 KiB from each end of every tensor, without reading
-    17 GB: it tells models apart, not copies of one that differ only in the midst of a tensor.
-    """
+    """16 hex digits of a hash over every name, type, shape and byte of the weights."""
     digest = hashlib.sha256()
     for name in sorted(weights):
         w = weights[name]
-        flat = w.data.reshape(-1).view(torch.uint8)
         digest.update(f"{name} {w.qtype} {tuple(w.data.shape)}".encode())
-        digest.update(flat[:4096].numpy().tobytes())
-        digest.update(flat[-4096:].numpy().tobytes())
+        for chunk in w.chunks():
+            digest.update(chunk)
     return digest.hexdigest()[:16]
 
 
@@ -116,7 +130,7 @@ class FusedModel(nn.Module):
         super().__init__()
         self.config = config
         self.weights = {n: weights[n] for n in weight_names(config) if n in weights}
-        self.id = id_ or weights_id(weights)
+        self.id = id_ or weights_id(self.weights)
         data = {n: w.data for n, w in self.weights.items()}
         self.add_module(f"weights_{self.id}", _Buffers(data, persistent=True))
         if pools is not None:

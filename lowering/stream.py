@@ -13,62 +13,41 @@ import hashlib
 import inspect
 import io
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
 from executorch.exir._serialize._cord import FileBackedData
 from executorch.exir.emit import _emitter
 from executorch.exir.schema import EValue, TensorDataLocation
 
-_CHUNK = 8 << 20
+from .graph import Weight
+
 Progress = Callable[[int], None]  # told the number of bytes just written
 
 
-class FileSlice(FileBackedData):
-    """`size` bytes of a file from `offset`, read only when they are written out."""
+class WeightBytes(FileBackedData):
+    """A weight as ExecuTorch's serialiser takes file-backed data, read only as it is written out.
 
-    def __init__(self, path: Path, offset: int, size: int, progress: Progress | None) -> None:
-        self._path = str(path)  # the base class opens it
-        self._offset = offset
-        self._size = size
-        self._sha256 = hashlib.sha256(f"{path}:{offset}:{size}".encode()).digest()
+    name: its key; equal names are the same data, of which one copy is stored.
+    """
+
+    def __init__(self, name: str, weight: Weight, progress: Progress | None = None) -> None:
+        self._weight = weight
+        self._size = weight.data.nbytes
+        self._sha256 = hashlib.sha256(name.encode()).digest()
         self._finalizer = None
         self._progress = progress
 
-    def _chunks(self, size: int) -> Iterator[bytes]:
-        with open(self._path, "rb") as f:
-            f.seek(self._offset)
-            while size > 0:
-                chunk = f.read(min(size, _CHUNK))
-                if not chunk:
-                    raise OSError(f"{self._path}: ended while its weights were being copied")
-                size -= len(chunk)
-                yield chunk
-
     def prefix(self, size: int) -> bytes:
-        return b"".join(self._chunks(min(size, self._size)))
+        return self.to_bytes()[:size]
 
     def to_bytes(self) -> bytes:
-        return self.prefix(self._size)
+        return b"".join(self._weight.chunks())
 
     def write_to_file(self, outfile: io.BufferedIOBase) -> None:
-        for chunk in self._chunks(self._size):
+        for chunk in self._weight.chunks():
             outfile.write(chunk)
             if self._progress:
                 self._progress(len(chunk))
-
-
-class TensorBytes(FileSlice):
-    """A tensor's bytes, in memory."""
-
-    def __init__(self, tensor: torch.Tensor, progress: Progress | None) -> None:
-        self._bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-        super().__init__(Path("memory"), tensor.data_ptr(), self._bytes.nbytes, progress)
-
-    def _chunks(self, size: int) -> Iterator[bytes]:
-        for start in range(0, size, _CHUNK):
-            yield self._bytes[start : min(start + _CHUNK, size)].tobytes()
 
 
 def _check_emitter() -> None:

@@ -180,6 +180,8 @@ def test_run_refuses_what_is_no_model(glimmer, tmp_path: Path) -> None:
         (("--slots", 0), ("slots: expected",)),
         (("--max-chunk", 1), ("max_chunk: expected",)),
         (("--pages", 0), ("pages: expected",)),
+        (("--pages", 10**14), ("pages: expected 1 to",)),
+        (("--max-seq-len", 0), ("max_seq_len: expected",)),
         (("--backend", "tpu"), ("backend: expected one of", "tpu")),
     ],
 )
@@ -225,6 +227,20 @@ def test_inspect_refuses(glimmer, tmp_path: Path) -> None:
     junk = tmp_path / "junk.pte"
     junk.write_bytes(b"\0" * 100)
     _refused(glimmer("inspect", junk), "junk.pte")
+
+
+def test_inspect_refuses_a_damaged_program(glimmer, exported, tmp_path: Path) -> None:
+    """Every 97th byte flipped: a table, or an error that names the file."""
+    data = (exported("Q4_K_M") / "model.pte").read_bytes()
+    file = tmp_path / "damaged.pte"
+    refused = 0
+    for at in range(40, 6000, 97):
+        file.write_bytes(data[:at] + bytes([data[at] ^ 0x80]) + data[at + 1 :])
+        result = glimmer("inspect", file)
+        if result[0] != 0:
+            _refused(result, "damaged.pte")
+            refused += 1
+    assert refused > 5
 
 
 def test_command_in_a_process_of_its_own(exported) -> None:

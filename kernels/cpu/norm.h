@@ -47,8 +47,19 @@ inline int64_t rows_per_task(int64_t dim) {
   return dim >= 16384 ? 1 : (16384 + dim - 1) / dim;
 }
 
+template <class T>
+inline double sum_of_squares(const T* x, int64_t dim) {
+  double sum = 0;
+  for (int64_t i = 0; i < dim; ++i) {
+    const double v = to_float(x[i]);
+    sum += v * v;
+  }
+  return sum;
+}
+
 // 1 / sqrt(mean(x²) + eps). Squares are summed in float32 over at most 1024 elements and the
-// partial sums in float64, so that long rows lose no digits.
+// partial sums in float64, so that long rows lose no digits; rows whose squares leave float32's
+// range are summed again in float64.
 template <class T>
 inline float inverse_rms(const T* x, int64_t dim, double eps) {
   double sum = 0;
@@ -66,6 +77,7 @@ inline float inverse_rms(const T* x, int64_t dim, double eps) {
     }
     sum += reduce_add(acc);
   }
+  if (!(sum > 1e-30 && sum < 1e38)) sum = sum_of_squares(x, dim);
   return static_cast<float>(1.0 / std::sqrt(sum / static_cast<double>(dim) + eps));
 }
 

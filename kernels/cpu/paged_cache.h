@@ -14,6 +14,8 @@
 
 namespace glimmer::GLIMMER_ISA_NS {
 
+constexpr int64_t kMaxPos = int64_t{1} << 62;  // so that pos + 1 and pos - window cannot overflow
+
 struct PagedCache {
   const int32_t* table = nullptr;  // nullptr: contiguous
   int64_t slots = 0, max_pages = 0;
@@ -69,10 +71,11 @@ inline Status check_position(const PagedCache& cache, int64_t token, int64_t slo
     return Status::error(token_name("slot", token) + "expected -1 (padding) or 0 <= slot < " +
                          std::to_string(cache.slots) + ", found " + std::to_string(slot));
   if (slot < 0) return {};
-  if (pos >= 0 && (!cache.table || pos / cache.page_size < cache.max_pages)) return {};
+  const int64_t limit_pos = cache.table ? cache.max_pages * cache.page_size : kMaxPos;
+  if (pos >= 0 && pos < limit_pos) return {};
   const std::string limit = cache.table ? " < " + std::to_string(cache.max_pages) + " pages of " +
                                               std::to_string(cache.page_size)
-                                        : "";
+                                        : " < 2^62";
   return Status::error(token_name("pos", token) + "expected 0 <= pos" + limit + ", found " +
                        std::to_string(pos));
 }

@@ -5,17 +5,6 @@
 
 namespace glimmer::GLIMMER_ISA_NS {
 
-// Where a < b take x, else y.
-inline Vec where_less(Vec a, Vec b, Vec x, Vec y) {
-#if defined(GLIMMER_ISA_AVX512)
-  return {_mm512_mask_mov_ps(y.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), x.v)};
-#elif defined(GLIMMER_ISA_AVX2)
-  return {_mm256_blendv_ps(y.v, x.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
-#else
-  return a.v < b.v ? x : y;
-#endif
-}
-
 // tanh x with a relative error of about 2e-7; ±1 from |x| = 10 on; NaN stays NaN.
 // Below 0.4 the Taylor series to x^13, whose next term is below 4e-9 relative; above it
 // (1 - e) / (1 + e) with e = exp(-2|x|), which cancels no more than one bit there.

@@ -154,7 +154,7 @@ def export(
     tokenizer = _file_tokenizer(model)
     options = ExportOptions(
         backend=backend,
-        max_seq_len=max_seq_len or min(16384, model.config.context_length),
+        max_seq_len=min(16384, model.config.context_length) if max_seq_len is None else max_seq_len,
         slots=slots,
         max_chunk=max_chunk,
         kv_dtype=kv_dtype,

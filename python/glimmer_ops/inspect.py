@@ -89,7 +89,10 @@ def program_report(path: Path) -> ProgramReport:
     program = _read_program(path)
     pools: dict[str, int] = {}
     constants: dict[str, int] = {}
-    reports = [_method(plan, pools, constants) for plan in program.execution_plan]
+    try:
+        reports = [_method(plan, pools, constants) for plan in program.execution_plan]
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"{path}: damaged ExecuTorch program: {error}") from error
     return ProgramReport([r for r in reports if r], pools, constants)
 
 

@@ -46,10 +46,23 @@ def _out(op: Op) -> Callable[..., Any]:
     return call
 
 
+def _fake(op: Op) -> Callable[..., Any]:
+    """The op's fake, which must not answer for a mix of real and meta tensors."""
+
+    def call(*args: Any) -> Any:
+        devices = {a.device for a in args if isinstance(a, torch.Tensor)}
+        if len(devices) > 1:
+            names = ", ".join(sorted(map(str, devices)))
+            raise ValueError(f"{op.name}: expected tensors on one device, found {names}")
+        return op.fake(*args)
+
+    return call
+
+
 def _register(op: Op) -> None:
     _LIBRARY.define(op.schema)
     _LIBRARY.define(op.out_schema)
-    torch.library.register_fake(f"glimmer::{op.name}", op.fake, lib=_LIBRARY)
+    torch.library.register_fake(f"glimmer::{op.name}", _fake(op), lib=_LIBRARY)
     if op.name in _native.cpu_ops():
         _LIBRARY.impl(op.name, _functional(op), "CPU")
         _LIBRARY.impl(f"{op.name}.out", _out(op), "CPU")

@@ -258,8 +258,8 @@ class Session:
     def truncate(self, slot: int, length: int) -> None:
         """Rolls a slot back to `length` tokens.
 
-        The last 16 positions are always possible. Raises ValueError when the sliding window at
-        `length` needs keys that were freed.
+        The last 16 positions of the longest length reached are always possible. Raises ValueError
+        when the sliding window at `length` needs keys that were freed.
         """
         self._session.truncate(_int("slot", slot), _int("length", length))
 

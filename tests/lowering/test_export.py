@@ -13,7 +13,7 @@ import torch
 from glimmer_ops.inspect import program_report
 from glimmer_ops.lowering import ExportOptions, from_gguf, stream, to_executorch
 from glimmer_ops.lowering.export import export_methods
-from glimmer_ops.lowering.graph import weights_id
+from glimmer_ops.lowering.graph import Weight, weights_id
 
 METHODS = {"embed_text", "forward_from_embeddings", "decode"}
 
@@ -94,15 +94,15 @@ def test_fused_upstream_model_exports_too(tiny_gguf, exported, tmp_path: Path) -
     assert (folder / "model.ptd").read_bytes() == expected
 
 
-@pytest.mark.parametrize("at", [0, -1])
+@pytest.mark.parametrize("at", [0, 30_000, -1])
 def test_weights_id_tells_models_apart(tiny_gguf, at: int) -> None:
-    """One changed byte at either end of one tensor, another type or another name."""
+    """One changed byte of one tensor, or another type of the same bytes."""
     model = from_gguf(tiny_gguf("Q4_K_M"))
     weights = dict(model.weights)
     original = weights["blk_3_attn_v"]
     data = original.data.clone()
     data.view(-1)[at] ^= 1
-    weights["blk_3_attn_v"] = dataclasses.replace(original, data=data)
+    weights["blk_3_attn_v"] = dataclasses.replace(original, data=data, path=None)
     assert weights_id(weights) != model.id
     weights["blk_3_attn_v"] = dataclasses.replace(original, qtype="Q5_K")
     assert weights_id(weights) != model.id
@@ -123,9 +123,17 @@ def test_streaming_is_undone_and_checks_the_emitter(monkeypatch: pytest.MonkeyPa
 def test_a_file_that_shrinks_while_it_is_copied_is_an_error(tmp_path: Path) -> None:
     source = tmp_path / "weights"
     source.write_bytes(b"x" * 100)
-    slice_ = stream.FileSlice(source, 50, 100, None)
+    data = torch.zeros(1, 100, dtype=torch.uint8)
+    weight = stream.WeightBytes("name", Weight(data, "Q4_K", source, offset=50))
     with open(tmp_path / "out", "wb") as out, pytest.raises(OSError, match="ended while"):
-        slice_.write_to_file(out)
+        weight.write_to_file(out)
+
+
+def test_a_folder_in_the_way_is_refused_before_anything_is_written(tiny_gguf, tmp_path) -> None:
+    (tmp_path / "out" / "model.pte").mkdir(parents=True)
+    with pytest.raises(ValueError, match="expected a file or nothing at .*model.pte"):
+        to_executorch(from_gguf(tiny_gguf("F16")), tmp_path / "out", ExportOptions(max_seq_len=64))
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["model.pte"]
 
 
 @pytest.mark.slow

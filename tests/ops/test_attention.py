@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import glimmer_ops
 from glimmer_ops import _native
 from glimmer_ops.ops import OPS
 from glimmer_ops.ops._contract import FLOAT_DTYPES, generator, randn
@@ -77,6 +78,26 @@ def test_sdpa_rows_do_not_depend_on_each_other(isa, window, dtype, cache):
     for index in (*(torch.tensor([i]) for i in range(n)), order, order[:5], order[5:12]):
         part = sdpa(*take(repage(args, index.tolist()), index, op.arg_names, op.rows))
         assert torch.equal(part, whole[index])
+
+
+@pytest.mark.parametrize("isa", glimmer_ops.isas())
+def test_sdpa_key_of_no_weight_adds_nothing(isa) -> None:
+    """exp(-200) is 0 in float32: a value of 1e38 behind it must not show."""
+    q, one = torch.ones(1, 4), torch.ones(1, 1, 64, 4)
+    k, v = torch.zeros_like(one), torch.zeros_like(one)
+    k[0, 0, 0], v[0, 0, 0], v[0, 0, 1] = -50.0, 1e38, 1.0
+    pos, slot = torch.tensor([1]), torch.tensor([0])
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    with glimmer_ops.use_isa(isa):
+        out = torch.ops.glimmer.sdpa(q, k, v, pos, slot, table, 1.0, 0, True, None)
+    assert torch.equal(out, torch.ones(1, 4))
+
+
+def test_sdpa_position_that_would_overflow_is_refused() -> None:
+    q, cache = torch.ones(1, 4), torch.zeros(1, 1, 4, 4)
+    pos, slot = torch.tensor([2**63 - 1]), torch.tensor([0])
+    with pytest.raises(ValueError, match="pos: token 0: expected 0 <= pos"):
+        torch.ops.glimmer.sdpa(q, cache, cache.clone(), pos, slot, None, 1.0, 3, True, None)
 
 
 @pytest.mark.parametrize("heads", [(32, 2, 128), (32, 8, 128), (4, 1, 64), (5, 5, 33)])

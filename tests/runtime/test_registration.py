@@ -109,3 +109,9 @@ def test_out_variant_resizes() -> None:
     out = torch.empty(0)
     torch.ops.glimmer.rms_norm.out(torch.ones(2, 4), None, 0.0, out=out)
     assert torch.equal(out, torch.ones(2, 4))
+
+
+def test_a_mix_of_real_and_meta_tensors_is_refused() -> None:
+    """torch would answer with the fake's uninitialised memory."""
+    with pytest.raises(ValueError, match="rms_norm: expected tensors on one device"):
+        torch.ops.glimmer.rms_norm(torch.ones(2, 4), torch.empty(4, device="meta"), 0.0)

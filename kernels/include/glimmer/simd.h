@@ -87,6 +87,10 @@ inline float reduce_add(Vec a) {
 inline float reduce_max(Vec a) {
   return _mm512_reduce_max_ps(a.v);
 }
+// Where a < b take x, else y.
+inline Vec where_less(Vec a, Vec b, Vec x, Vec y) {
+  return {_mm512_mask_mov_ps(y.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), x.v)};
+}
 // Where x is NaN take x, else y.
 inline Vec keep_nan(Vec x, Vec y) {
   return {_mm512_mask_mov_ps(y.v, _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q), x.v)};
@@ -169,6 +173,9 @@ inline float reduce_max(Vec a) {
   s = _mm_max_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
+inline Vec where_less(Vec a, Vec b, Vec x, Vec y) {
+  return {_mm256_blendv_ps(y.v, x.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
+}
 inline Vec keep_nan(Vec x, Vec y) {
   return {_mm256_blendv_ps(y.v, x.v, _mm256_cmp_ps(x.v, x.v, _CMP_UNORD_Q))};
 }
@@ -226,6 +233,9 @@ inline float reduce_add(Vec a) {
 inline float reduce_max(Vec a) {
   return a.v;
 }
+inline Vec where_less(Vec a, Vec b, Vec x, Vec y) {
+  return a.v < b.v ? x : y;
+}
 inline Vec keep_nan(Vec x, Vec y) {
   return std::isnan(x.v) ? x : y;
 }
@@ -236,7 +246,7 @@ inline Vec zero() {
   return set1(0.0f);
 }
 
-// e^x with a relative error below 2 ulp for x in [-87, 88]; clamped outside; NaN stays NaN.
+// e^x with a relative error below 2 ulp for x in [-87.3, 88.3], 0 below, infinity above; NaN stays.
 // Range reduction x = n·ln2 + r, |r| ≤ ln2/2 (Cody and Waite), then a degree-7 Taylor polynomial.
 inline Vec exp(Vec x) {
   const Vec c = min(max(x, set1(-87.3f)), set1(88.3f));
@@ -246,7 +256,9 @@ inline Vec exp(Vec x) {
   Vec p = set1(1.0f / 5040);
   for (float k : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
     p = fma(p, r, set1(k));
-  return keep_nan(x, scale2(p, n));
+  const Vec limited = where_less(x, set1(-87.3f), zero(), scale2(p, n));
+  const Vec infinity = set1(std::numeric_limits<float>::infinity());
+  return keep_nan(x, where_less(set1(88.3f), x, infinity, limited));
 }
 
 inline Vec sigmoid(Vec x) {

@@ -57,10 +57,19 @@ def cases() -> Iterator[Case]:
     for name, x, weight in edge_inputs("Q4_K"):
         make = fixed(x, weight, "Q4_K", weight.flip(0), "Q4_K")
         yield Case(f"Q4_K/edge/{name}", make, qtype="Q4_K")
+    yield Case("F32/gate-1e38", _huge_gates, qtype="F32")
     for qtype in ("Q4_K", "Q6_K"):
         make = _make(4, 19968, 6656, qtype)
         yield Case(f"{qtype}/f32/4x19968x6656", make, qtype=qtype, slow=True)
     yield from _refusals()
+
+
+def _huge_gates() -> tuple[torch.Tensor, torch.Tensor, str, torch.Tensor, str]:
+    """Gates of -1e38, where silu is 0 and no small remainder of exp may be left, up to 1e30."""
+    x = torch.ones(1, 1)
+    gate = torch.tensor([-1e38, -1e5, -100.0, -80.0, 0.0, 80.0, 100.0, 1e30])[:, None]
+    up = torch.ones_like(gate)
+    return x, gate.view(torch.uint8), "F32", up.view(torch.uint8), "F32"
 
 
 def _make(

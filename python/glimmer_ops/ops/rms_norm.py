@@ -58,6 +58,9 @@ def cases() -> Iterator[Case]:
             yield Case(f"{name}/tiny-eps{eps:g}", _args(3, 512, dtype, scale=1e-4, eps=eps), name)
     yield Case("f32/3d", lambda: (randn(generator("3d"), 2, 3, 128), None, 1e-5))
     yield Case("f32/zeros", lambda: (torch.zeros(2, 64), torch.ones(64), 1e-5))
+    # Squares beyond float32's range, above and below.
+    for scale in (1e25, 1e-25):
+        yield Case(f"f32/{scale:g}", _args(3, 100, torch.float32, scale=scale, eps=0.0))
     yield Case("f32/131072", _args(1, 131072, torch.float32))
     bad_weight = lambda: (torch.ones(2, 64), torch.ones(63), 1e-5)  # noqa: E731
     yield Case("refuse/weight-size", bad_weight, error="weight: expected shape [64]")
