@@ -32,6 +32,10 @@ BACKENDS = ("cpu",)  # each a module beside this one, with write() and verify()
 ByteProgress = Callable[[int, int], None]  # bytes written, bytes in all
 
 
+def default_max_seq_len(config: ModelConfig) -> int:
+    return min(16384, config.context_length)
+
+
 @dataclass(frozen=True)
 class ExportOptions:
     """What an export fixes.
@@ -188,7 +192,7 @@ def to_executorch(
     In a folder that has an export already its files are replaced; the runtime refuses a mix of two.
     Raises ValueError for options that the model does not admit.
     """
-    options = options or ExportOptions()
+    options = options or ExportOptions(max_seq_len=default_max_seq_len(model.config))
     options.validate(model.config)
     backend = importlib.import_module(f"{__package__}.{options.backend}")
     out = Path(out)

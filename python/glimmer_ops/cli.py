@@ -104,11 +104,15 @@ def check(
         for b in (b for b in on if b.supports(o)):
             for v in check_op(o, b, case, slow or case is not None):
                 passed, failed = passed + v.passed, failed + (not v.passed)
-                value = "refused" if v.nmse is None else f"nmse {v.nmse:.1e} <= {v.bound:.0e}"
+                sign = "<=" if v.passed else ">"
+                value = "refused" if v.nmse is None else f"nmse {v.nmse:.1e} {sign} {v.bound:.0e}"
                 verdict = "pass" if v.passed else "FAIL"
                 line = f"{verdict} {v.op:16} {b.name} {v.variant:13} {v.case:32} {value}"
-                console.print(line if v.passed else f"{line} {v.detail}", markup=False)
+                print(line if v.passed else f"{line} {v.detail}")
     if passed + failed == 0:
+        names = ", ".join(b.name for b in on)
+        if not any(b.supports(o) for o in selected for b in on):
+            raise ValueError(f"--op: expected one with a kernel for {names}, found '{op}'")
         raise ValueError(f"--case: no case has the id '{case}'")
     console.print(f"{passed} passed, {failed} failed")
     if failed:
@@ -149,12 +153,13 @@ def export(
     """Turn a GGUF file into an ExecuTorch program that maps its weights as they are."""
     from .gguf import load
     from .lowering import ExportOptions, from_gguf, to_executorch
+    from .lowering.export import default_max_seq_len
 
     model = load(gguf)
     tokenizer = _file_tokenizer(model)
     options = ExportOptions(
         backend=backend,
-        max_seq_len=min(16384, model.config.context_length) if max_seq_len is None else max_seq_len,
+        max_seq_len=default_max_seq_len(model.config) if max_seq_len is None else max_seq_len,
         slots=slots,
         max_chunk=max_chunk,
         kv_dtype=kv_dtype,

@@ -12,10 +12,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-import toy_program
-from toy_program import CHUNK, DIM, MAX_SEQ, PAGE, SLIDING, VOCAB, WINDOW, export_toy
 
+import toy_program
 from glimmer_ops.session import Sampling, Session, load_program
+from toy_program import CHUNK, DIM, MAX_SEQ, PAGE, SLIDING, VOCAB, WINDOW, export_toy
 
 WEIGHTS_ID = 0xFEDC_0000_0000_0012  # does not fit a signed 64-bit integer
 

@@ -7,11 +7,11 @@ import threading
 
 import numpy as np
 import pytest
-from fake_model import VOCAB, FakeModel, expected_logits, expected_next, limits
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from fake_model import VOCAB, FakeModel, expected_logits, expected_next, limits
 from glimmer_ops._native import _C
 from glimmer_ops.session import Sampling, Session, set_threads, threads
 
