@@ -38,7 +38,12 @@ class WeightBytes(FileBackedData):
         self._progress = progress
 
     def prefix(self, size: int) -> bytes:
-        return self.to_bytes()[:size]
+        data = b""
+        for chunk in self._weight.chunks():
+            data += chunk
+            if len(data) >= size:
+                break
+        return data[:size]
 
     def to_bytes(self) -> bytes:
         return b"".join(self._weight.chunks())

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-PACKAGE = Path(__file__).parent
-
 # The order of glimmer::DType in kernels/include/glimmer/tensor.h.
 DTYPES = (
     torch.float32,

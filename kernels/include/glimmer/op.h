@@ -59,10 +59,6 @@ void register_kernel(OpKernel* kernel);
 
 namespace detail {
 
-struct Names {
-  const char* const* names;
-};
-
 inline Status wrong_type(const char* name, const char* expected) {
   return Status::error(std::string(name) + ": expected " + expected);
 }
