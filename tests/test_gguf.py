@@ -128,10 +128,10 @@ def write(tmp_path):
 
 
 def refuse(path, words):
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(GGUFError, match=words) as caught:
         load(path)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 900
 
@@ -321,12 +321,12 @@ def test_a_vocabulary_of_200k_tokens_loads_quickly(write):
     keys["tokenizer.ggml.token_type"] = (ARR, (I32, [1] * len(tokens)))
     keys["tokenizer.ggml.merges"] = (ARR, (STR, ["a b"] * 400_000))
     path = write(keys=keys)
-    start = time.perf_counter()
+    start = time.process_time()
     model = load(path)
     assert model.metadata["tokenizer.ggml.tokens"] == tokens
     assert model.metadata["tokenizer.ggml.token_type"].sum() == len(tokens)
     assert len(model.metadata["tokenizer.ggml.merges"]) == 400_000
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 3
 
 
 # --- bad metadata --------------------------------------------------------------------------------
