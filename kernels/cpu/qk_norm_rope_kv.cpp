@@ -3,6 +3,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "glimmer/scratch.h"
 #include "norm.h"
 #include "paged_cache.h"
 
@@ -152,7 +153,10 @@ struct Args {
 
 // Scratch for one thread: a head in float32 and the token's angles.
 struct Scratch {
-  explicit Scratch(int64_t head_dim) : head(head_dim), cosine(head_dim / 2), sine(head_dim / 2) {}
+  explicit Scratch(int64_t head_dim) : head(head_dim), cosine(head_dim / 2), sine(head_dim / 2) {
+    if (!poison_scratch()) return;
+    for (auto* v : {&head, &cosine, &sine}) std::fill(v->begin(), v->end(), NAN);
+  }
   std::vector<float> head, cosine, sine;
 };
 

@@ -12,6 +12,7 @@
 #include <tuple>
 #include <vector>
 
+#include "glimmer/scratch.h"
 #include "glimmer/simd.h"
 #include "paged_cache.h"
 
@@ -130,7 +131,9 @@ constexpr int64_t round_up(int64_t n, int64_t to) {
 // Zeroed floats on a cache line boundary: an unaligned 64-byte load costs two.
 class Floats {
  public:
-  explicit Floats(int64_t n) : lines_((n + 15) / 16), n_(n) {}
+  explicit Floats(int64_t n) : lines_((n + 15) / 16), n_(n) {
+    if (poison_scratch()) fill(NAN);
+  }
   float* data() { return lines_.empty() ? nullptr : lines_[0].x; }
   const float* data() const { return lines_.empty() ? nullptr : lines_[0].x; }
   float& operator[](int64_t i) { return data()[i]; }

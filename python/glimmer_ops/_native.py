@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,16 @@ def use_exact(exact: bool = True) -> Iterator[None]:
         set_exact(before)
 
 
+@contextlib.contextmanager
+def poison_scratch() -> Iterator[None]:
+    """Fills the kernels' working memory with NaN each time they take some, while open."""
+    _C.set_poison_scratch(True)
+    try:
+        yield
+    finally:
+        _C.set_poison_scratch(False)
+
+
 def cpu_ops() -> list[str]:
     """Names of the ops that have a CPU kernel."""
     return _C.op_names()
@@ -143,12 +153,22 @@ def _pack(op: str, name: str, value: Any) -> Any:
     return (value.data_ptr(), _DTYPE_CODES[value.dtype], tuple(value.shape))
 
 
-def call(op: str, names: Sequence[str], args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """Runs op's CPU kernel. Mutated arguments change in place; outputs are new tensors.
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def call(
+    op: str,
+    names: Sequence[str],
+    args: Sequence[Any],
+    empty: Callable[[Sequence[int], torch.dtype], torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Runs op's CPU kernel. Mutated arguments change in place; outputs are what `empty` makes.
 
     Raises ValueError naming the argument, what was expected and what was found.
     """
     packed = [_pack(op, n, a) for n, a in zip(names, args, strict=True)]
-    outs = tuple(torch.empty(sizes, dtype=DTYPES[code]) for code, sizes in _C.infer(op, packed))
+    make = empty or _empty
+    outs = tuple(make(sizes, DTYPES[code]) for code, sizes in _C.infer(op, packed))
     _C.run(op, packed, [_pack(op, "out", o) for o in outs])
     return outs

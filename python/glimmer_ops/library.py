@@ -5,7 +5,7 @@ Each op has a functional form and an `.out` form of the same arguments, which Ex
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,9 +36,25 @@ def _functional(op: Op) -> Callable[..., Any]:
     return call
 
 
+def _check_out(op: Op, name: str, out: torch.Tensor, dtype: torch.dtype) -> None:
+    if out.dtype != dtype:
+        raise ValueError(f"{op.name}: {name}: expected {dtype}, found {out.dtype}")
+    if not out.is_contiguous():
+        raise ValueError(
+            f"{op.name}: {name}: expected a contiguous tensor, found shape {tuple(out.shape)} "
+            f"with strides {out.stride()}"
+        )
+
+
 def _out(op: Op) -> Callable[..., Any]:
     def call(*args: Any, **outs: torch.Tensor) -> Any:
-        values = _native.call(op.name, op.arg_names, args)
+        unchecked = iter(outs.items())
+
+        def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            _check_out(op, *next(unchecked), dtype)
+            return torch.empty(shape, dtype=dtype)
+
+        values = _native.call(op.name, op.arg_names, args, empty)
         for out, value in zip(outs.values(), values, strict=True):
             out.resize_(value.shape).copy_(value)
         return tuple(outs.values()) if op.returns > 1 else next(iter(outs.values()))

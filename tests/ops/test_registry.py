@@ -10,17 +10,10 @@ import torch
 from glimmer_ops.backends import BACKENDS
 from glimmer_ops.check import clone_args, run_case, tensors_of
 from glimmer_ops.ops import OPS
+from support.bits import same_bits
+from support.matrix import CASES, VARIANTS
 from support.rows import permute_pages, row_count, take_rows
 
-PAIRS = [(o, b) for o in OPS.values() for b in BACKENDS.values() if b.supports(o)]
-CASES = [
-    pytest.param(o, b, c, id=f"{o.name}-{b.name}-{c.id}", marks=[pytest.mark.slow] * c.slow)
-    for o, b in PAIRS
-    for c in o.all_cases()
-]
-VARIANTS = [
-    pytest.param(o, b, v, id=f"{o.name}-{b.name}-{v.name}") for o, b in PAIRS for v in b.variants(o)
-]
 NINE = {
     "rms_norm",
     "add_rms_norm",
@@ -74,9 +67,9 @@ def test_row_invariance(op, backend, variant) -> None:
             part = tensors_of(op, part_args, backend.run(op, part_args, variant))
             for name in outputs:
                 expected = whole[name].index_select(0, torch.tensor(rows))
-                assert _same_bits(part[name], expected), (case.id, rows, name)
+                assert same_bits(part[name], expected), (case.id, rows, name)
             if rows is order:
-                assert all(_same_bits(part[k], whole[k]) for k in op.mutates), case.id
+                assert all(same_bits(part[k], whole[k]) for k in op.mutates), case.id
         checked += 1
     assert checked > 0
 
@@ -94,13 +87,9 @@ def test_page_order_does_not_matter(op, backend, variant) -> None:
             continue
         outs = backend.run(op, clone_args(args), variant)
         moved = permute_pages(op, args, generator)
-        assert all(map(_same_bits, backend.run(op, moved, variant), outs)), case.id
+        assert all(map(same_bits, backend.run(op, moved, variant), outs)), case.id
         checked += 1
     assert checked > 0
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)

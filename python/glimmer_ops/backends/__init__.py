@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from ._backend import Backend, Variant
+from ._backend import Allocator, Backend, Variant
 
-__all__ = ["BACKENDS", "Backend", "Variant"]
+__all__ = ["BACKENDS", "Allocator", "Backend", "Variant"]
 
 
 def _discover() -> dict[str, Backend]:

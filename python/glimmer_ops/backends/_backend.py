@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from ..ops._contract import Op
+
+# Makes an output of a shape and dtype, contiguous, of any contents, where the backend can write.
+Allocator = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,16 @@ class Backend(Protocol):
         """The ways this machine can run op, most portable first."""
         ...
 
-    def run(self, op: Op, args: Sequence[Any], variant: Variant) -> tuple[torch.Tensor, ...]:
-        """The outputs of op; mutated arguments change in place. ValueError refuses bad input."""
+    def run(
+        self, op: Op, args: Sequence[Any], variant: Variant, empty: Allocator | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """The outputs of op; mutated arguments change in place.
+
+        empty, if given, is called once for each output, in order, and makes the tensor that is
+        returned. ValueError refuses bad input, strided tensors among it, and changes nothing.
+        """
+        ...
+
+    def poison_scratch(self) -> AbstractContextManager[None]:
+        """While open, working memory is full of NaN whenever a kernel is given it. For tests."""
         ...

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from .. import _native
 from ..ops._contract import Op
-from ._backend import Variant
+from ._backend import Allocator, Variant
 
 
 class Cpu:
@@ -30,9 +31,14 @@ class Cpu:
     def variants(self, op: Op) -> list[Variant]:
         return [v for v in self.compiled(op) if v.isa in _native.isas()]
 
-    def run(self, op: Op, args: Sequence[Any], variant: Variant) -> tuple[torch.Tensor, ...]:
+    def run(
+        self, op: Op, args: Sequence[Any], variant: Variant, empty: Allocator | None = None
+    ) -> tuple[torch.Tensor, ...]:
         with _native.use_isa(variant.isa), _native.use_exact(variant.exact):
-            return _native.call(op.name, op.arg_names, args)
+            return _native.call(op.name, op.arg_names, args, empty)
+
+    def poison_scratch(self) -> AbstractContextManager[None]:
+        return _native.poison_scratch()
 
 
 BACKEND = Cpu()
