@@ -1,9 +1,9 @@
-"""Fixtures made once a run: tiny GGUF files and their exports."""
+"""Tiny GGUF files and their exports, made once a run, and the size of the thread pool."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,3 +42,17 @@ def exported(
         return to_executorch(from_gguf(model), folder / name, settings, Tokenizer.from_gguf(model))
 
     return make
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets the size of the thread pool that kernels run on, and restores it."""
+    from executorch.extension.pybindings import portable_lib
+
+    def resize(count: int) -> None:
+        portable_lib._unsafe_reset_threadpool(count)
+        assert portable_lib._threadpool_get_thread_count() == count
+
+    before = portable_lib._threadpool_get_thread_count()
+    yield resize
+    resize(before)

@@ -75,6 +75,7 @@ def test_half_precision_pools(exported, tiny_gguf, oracle_logits, kv_dtype, boun
     assert result.rms_relative <= bound, result
 
 
+@pytest.mark.report("G17")
 def test_every_weight_type_in_one_file(tmp_path, monkeypatch) -> None:
     """Q8_0, F16, BF16, F32 and K-quants mixed by tensor, the old gate name and no layer pattern."""
     from glimmer_ops import gguf, synth

@@ -104,6 +104,7 @@ def test_thread_count(exported, path) -> None:
     assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2])
 
 
+@pytest.mark.report("C1")
 def test_two_interleaved_slots(session, alone) -> None:
     slots = [session.open(), session.open()]
     rows: list[list[np.ndarray]] = [[], []]
@@ -161,6 +162,7 @@ def test_shared_prefix_then_divergence(session, alone, exported, prefix: int) ->
     assert np.array_equal(second_rows, whole[prefix:])
 
 
+@pytest.mark.report("D1", "D4")
 @pytest.mark.parametrize(("at", "back"), [(20, 5), (64, 1), (66, 16), (130, 16)])
 def test_truncate_and_go_on(session, alone, at: int, back: int) -> None:
     """As if the rejected tokens had never been: also where the window has moved on."""
@@ -172,6 +174,7 @@ def test_truncate_and_go_on(session, alone, at: int, back: int) -> None:
     assert np.array_equal(rows, alone(0)[at - back :])
 
 
+@pytest.mark.report("C1", "S7")
 def test_freed_pages_full_of_nan(session, alone) -> None:
     """What a closed sequence leaves behind does not reach the next one."""
     slot = session.open()
@@ -200,6 +203,7 @@ def test_sliding_pools_do_not_grow_and_freed_pages_may_hold_nan(session) -> None
     assert limits.sliding_pages < -(-1000 // 64) * limits.slots
 
 
+@pytest.mark.report("D6")
 def test_verification_rows_equal_single_steps(session) -> None:
     """decode() of several rows of one slot gives the ids that one row at a time gives."""
     slot = session.open()
@@ -281,6 +285,7 @@ def test_pages_run_out_before_anything_is_launched(exported, path) -> None:
     assert session.length(b) == 70
 
 
+@pytest.mark.report("D8")
 def test_non_finite_weights_are_reported_not_sampled(tiny_gguf, tmp_path) -> None:
     """A NaN scale in one super-block of the head: an error with a name, and a usable session."""
     from pathlib import Path

@@ -41,6 +41,7 @@ def test_nothing_but_our_ops_and_the_row_gather(report) -> None:
         assert others <= {"aten::index_select"}, (method.name, others)
 
 
+@pytest.mark.report("G28")
 def test_weights_are_stored_once_and_raw(report, exported, tiny_gguf) -> None:
     stored = tiny_gguf("Q4_K_M").nbytes
     folder = exported("Q4_K_M")
@@ -49,6 +50,7 @@ def test_weights_are_stored_once_and_raw(report, exported, tiny_gguf) -> None:
     assert (folder / "model.pte").stat().st_size < 1 << 20
 
 
+@pytest.mark.report("R10")
 def test_pools_are_shared_by_the_methods(report, tiny_gguf) -> None:
     config = tiny_gguf("Q4_K_M").config
     assert set(report.pools) == {f"pools.{k}_{i}" for k in "kv" for i in range(config.n_layers)}
@@ -56,6 +58,7 @@ def test_pools_are_shared_by_the_methods(report, tiny_gguf) -> None:
     assert len(shared) == 1 and shared.pop() >= sum(report.pools.values())
 
 
+@pytest.mark.report("R5")
 def test_row_axis_is_dynamic_in_every_method(tiny_gguf) -> None:
     programs = export_methods(from_gguf(tiny_gguf("Q4_K_M")), ExportOptions(max_seq_len=256))
     for name, program in programs.items():
@@ -94,6 +97,7 @@ def test_fused_upstream_model_exports_too(tiny_gguf, exported, tmp_path: Path) -
     assert (folder / "model.ptd").read_bytes() == expected
 
 
+@pytest.mark.report("R7")
 @pytest.mark.parametrize("at", [0, 30_000, -1])
 def test_weights_id_tells_models_apart(tiny_gguf, at: int) -> None:
     """One changed byte of one tensor, or another type of the same bytes."""
@@ -136,6 +140,7 @@ def test_a_folder_in_the_way_is_refused_before_anything_is_written(tiny_gguf, tm
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["model.pte"]
 
 
+@pytest.mark.report("R14")
 @pytest.mark.slow
 def test_export_streams_and_run_maps(tmp_path: Path) -> None:
     """Real widths, 1.4 GB: neither the export nor a run holds the weights in anonymous memory."""

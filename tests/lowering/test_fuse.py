@@ -93,6 +93,7 @@ def test_gguf_weights_through_upstreams_loader_are_the_files_bytes(tiny_gguf) ->
     assert a.attn_scale == pytest.approx(b.attn_scale, rel=1e-7)
 
 
+@pytest.mark.report("P6", "S6")
 @pytest.mark.parametrize("chunk", [1, 16, 41])
 def test_graph_from_gguf_equals_upstream(tiny_gguf, chunk: int) -> None:
     file = tiny_gguf("Q4_K_M")

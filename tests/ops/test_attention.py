@@ -100,6 +100,7 @@ def test_sdpa_position_that_would_overflow_is_refused() -> None:
         torch.ops.glimmer.sdpa(q, cache, cache.clone(), pos, slot, None, 1.0, 3, True, None)
 
 
+@pytest.mark.report("S4")
 @pytest.mark.parametrize("heads", [(32, 2, 128), (32, 8, 128), (4, 1, 64), (5, 5, 33)])
 @pytest.mark.parametrize("window", [0, 100])
 def test_sdpa_prefill_equals_decode_steps(isa, heads, window):
@@ -114,6 +115,7 @@ def test_sdpa_prefill_equals_decode_steps(isa, heads, window):
             assert torch.equal(part, whole[index]), (chunk, begin)
 
 
+@pytest.mark.report("S4")
 def test_sdpa_window_4_prefill_equals_decode(isa):
     args = sdpa_args([(0, p) for p in range(9)], torch.float32, window=4)()
     whole = sdpa(*args)
@@ -128,6 +130,7 @@ def test_sdpa_window_4_prefill_equals_decode(isa):
         assert torch.equal(sdpa(*step), whole[i : i + 1])
 
 
+@pytest.mark.report("S1")
 def test_sdpa_row_keeps_its_zeros_sign_beside_a_longer_row(isa):
     """A split that only another row of the block sees must not even turn -0 into +0."""
     tokens = [(0, 1023), (0, 1024)]  # the second row alone sees the third split of 512 keys
@@ -142,6 +145,7 @@ def test_sdpa_row_keeps_its_zeros_sign_beside_a_longer_row(isa):
     assert torch.signbit(alone).all() and torch.signbit(sdpa(*args)[0]).all()
 
 
+@pytest.mark.report("S2")
 def test_sdpa_runs_are_bit_equal(isa):
     args = sdpa_args([(0, 4095), (1, 16)], torch.float32, slots=2, cache_dtype=torch.float16)()
     first = sdpa(*args)
@@ -170,6 +174,7 @@ def test_qk_rows_do_not_depend_on_each_other(isa, rope, dtype):
 # --- Visibility -----------------------------------------------------------------------------------
 
 
+@pytest.mark.report("S10")
 @pytest.mark.parametrize("heads", [(32, 2, 128), (32, 8, 128), (24, 1, 128), (28, 4, 128)])
 def test_each_query_head_reads_its_kv_head(isa, heads):
     n_heads, kv_heads, dim = heads
@@ -180,6 +185,7 @@ def test_each_query_head_reads_its_kv_head(isa, heads):
     torch.testing.assert_close(out, expected[:, None].expand(-1, dim), rtol=1e-6, atol=0)
 
 
+@pytest.mark.report("S7")
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("causal", [True, False])
 def test_nan_reaches_exactly_the_rows_that_see_it(isa, window, causal):
@@ -201,6 +207,7 @@ def test_nan_reaches_exactly_the_rows_that_see_it(isa, window, causal):
                     assert torch.equal(out[t], clean[t])
 
 
+@pytest.mark.report("S4", "S8")
 def test_a_key_weighs_on_its_own_query_only_from_its_position_on(isa):
     """One-hot values: the key at position j contributes to rows at i ≥ j within the window only."""
     args = list(sdpa_args([(0, p) for p in range(9)], torch.float32, (1, 1, 16), 4, gate=False)())
@@ -210,6 +217,7 @@ def test_a_key_weighs_on_its_own_query_only_from_its_position_on(isa):
     assert torch.equal(sdpa(*args) > 0, (j <= i) & (i - j < 4) & (j < 9))
 
 
+@pytest.mark.report("D1")
 def test_rejected_drafts_leave_no_trace(isa):
     """A block written past the end and rewritten later: as if it had never been drafted."""
     layout = Layout(kv_heads=2, head_dim=16)
@@ -250,6 +258,7 @@ def dense_attention(q, keys, values, allowed, scale, gate):
     return torch.einsum("htj,jhd->thd", weights, v) * torch.sigmoid(gate)
 
 
+@pytest.mark.report("S8")
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_sdpa_matches_dense_masked_attention(data):
@@ -273,6 +282,7 @@ def test_sdpa_matches_dense_masked_attention(data):
             torch.testing.assert_close(sdpa(*args).double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.report("S16")
 def test_time_follows_what_is_visible():
     """A short context in a large pool costs what it sees, not the pool's capacity."""
     args = list(sdpa_args([(0, 131071)], torch.float32, (2, 1, 8), gate=False)())
@@ -305,6 +315,7 @@ def rotated(rope, positions, q=None, k=None, dim=64, dtype=torch.float32):
     return out, k_cache[page, 0, row]
 
 
+@pytest.mark.report("P2")
 @pytest.mark.parametrize("rope", ["interleaved", "half"])
 def test_score_depends_on_distance_only(isa, rope):
     """RoPE's defining property, up to the last position of the model's context."""
@@ -318,12 +329,14 @@ def test_score_depends_on_distance_only(isa, rope):
     assert abs(a - b) > 0.1
 
 
+@pytest.mark.report("P3")
 def test_neighbouring_positions_differ_everywhere(isa):
     for start in (255, 15962, 65535, 131067):
         q, _ = rotated("interleaved", list(range(start, start + 5)))
         assert ((q[1:] - q[:-1]).abs().amax(1) > 0.1).all()
 
 
+@pytest.mark.report("P5")
 def test_first_pair_turns_by_the_position_in_radians(isa):
     """Frequency 0 is 1: the angle is the position itself, 131071 radians, reduced without loss."""
     x = torch.zeros(64)
@@ -335,6 +348,7 @@ def test_first_pair_turns_by_the_position_in_radians(isa):
             assert abs(y[0] - angle.cos()) < 1e-6 and abs(y[partner] - angle.sin()) < 1e-6
 
 
+@pytest.mark.report("P1")
 def test_layouts_are_permutations_of_each_other(isa):
     x = randn(generator("layouts"), 64)
     halves = x.view(32, 2).T.flatten()  # (0, 2, 4, … , 1, 3, 5, …)
@@ -344,6 +358,7 @@ def test_layouts_are_permutations_of_each_other(isa):
     torch.testing.assert_close(half[0], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.report("P6")
 def test_none_turns_nothing(isa):
     q, k = rotated("none", [0, 1, 4095, 131071])
     assert torch.equal(q, q[:1].expand_as(q)) and torch.equal(k, k[:1].expand_as(k))
@@ -395,6 +410,7 @@ def test_duplicates_are_found_in_long_calls(tokens):
         qk_norm_rope_kv(*args)
 
 
+@pytest.mark.report("S5")
 @pytest.mark.parametrize("tokens, refused", [(4, False), (5, False), (6, True), (8, True)])
 def test_ring_of_8_with_window_4(tokens, refused):
     chunk = [(0, p) for p in range(37, 37 + tokens)]

@@ -58,6 +58,7 @@ def other_inputs(op: Op, args: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(named.values())
 
 
+@pytest.mark.report("G2", "G16", "G24", "N5", "C3")
 @pytest.mark.parametrize(("op", "backend", "case"), ACCEPTED)
 def test_memory(op, backend, case) -> None:
     args = case.make()
@@ -223,6 +224,7 @@ def crashes(backend: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.report("G3", "N5")
 @pytest.mark.parametrize(("op", "backend"), PAIRS)
 def test_nothing_outside_the_buffers_is_touched(op, backend) -> None:
     assert op.name not in crashes(backend.name), crashes(backend.name)[op.name]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,6 +22,8 @@ from glimmer_ops.ops._kquant import (
     linear_inputs,
     random_weight,
 )
+from support.bits import same_bits
+from support.buffers import Paged, copy_to
 
 ISAS = _native.isas()
 PATHS = {"exact": True, "int8": False}
@@ -44,14 +44,6 @@ def linear(
     return call("kquant_linear", x, weight, qtype, isa=isa, path=path)
 
 
-def bits(t: torch.Tensor) -> torch.Tensor:
-    return t.view(torch.int32 if t.element_size() == 4 else torch.int16)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(bits(a), bits(b))
-
-
 # --- decoding -------------------------------------------------------------------------------------
 
 
@@ -64,6 +56,7 @@ def test_embedding_decodes_as_gguf(isa, qtype):
     assert same_bits(got, dequantize(weight, qtype).flip(0))
 
 
+@pytest.mark.report("G29")
 @every_isa
 @every_qtype
 def test_one_hot_rows_return_the_weights_exactly(isa, qtype):
@@ -77,6 +70,7 @@ def test_one_hot_rows_return_the_weights_exactly(isa, qtype):
         )
 
 
+@pytest.mark.report("G29")
 @every_isa
 @every_int8_qtype
 @pytest.mark.parametrize("sign", (127, -127))
@@ -93,6 +87,7 @@ def test_integer_path_decodes_every_weight(isa, qtype, sign):
         assert (linear(x, weight, qtype, isa)[0] - want[i]).abs().max() < bound
 
 
+@pytest.mark.report("G5")
 @every_isa
 @every_int8_qtype
 def test_extreme_values_do_not_saturate(isa, qtype):
@@ -132,6 +127,7 @@ def multiply_ops(qtype: str, x: torch.Tensor) -> Iterator[tuple]:
     yield "kquant_logits", weight, qtype, 0.5, 20.0
 
 
+@pytest.mark.report("G22")
 @every_isa
 @every_path
 @every_qtype
@@ -164,20 +160,6 @@ def test_more_rows_than_are_handled_together(path):
     y = linear(x, weight, "Q5_K", path=path)
     for i in (0, 1023, 1024, 2047, 2048, 2049):
         assert same_bits(y[i : i + 1], linear(x[i : i + 1], weight, "Q5_K", path=path))
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    """Sets the size of the thread pool that kernels run on, and restores it."""
-    from executorch.extension.pybindings import portable_lib
-
-    def resize(count: int) -> None:
-        portable_lib._unsafe_reset_threadpool(count)
-        assert portable_lib._threadpool_get_thread_count() == count
-
-    before = portable_lib._threadpool_get_thread_count()
-    yield resize
-    resize(before)
 
 
 @every_isa
@@ -223,6 +205,7 @@ def test_any_shape_is_right_and_invariant(m, n, blocks, qtype, isa, seed):
 # --- range and propagation ------------------------------------------------------------------------
 
 
+@pytest.mark.report("G6")
 @every_isa
 @every_path
 @every_int8_qtype
@@ -278,6 +261,7 @@ def test_tiny_and_zero_activations(isa):
         assert y.abs().max() <= 10 * scale
 
 
+@pytest.mark.report("N10")
 @every_isa
 def test_soft_cap_is_accurate_and_saturates(isa):
     x = torch.cat([torch.linspace(-60, 60, 4001), torch.logspace(-30, 2, 997)])[:, None]
@@ -297,24 +281,15 @@ def test_soft_cap_is_accurate_and_saturates(isa):
 
 def before_guard_page(t: torch.Tensor) -> torch.Tensor:
     """A copy of t that ends where an unreadable page begins."""
-    page = mmap.PAGESIZE
-    size = t.numel() * t.element_size()
-    room = -(-size // page) * page
-    area = mmap.mmap(-1, room + page)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mprotect(ctypes.c_void_p(start + room), ctypes.c_size_t(page), 0):
-        raise OSError(ctypes.get_errno(), "mprotect")
-    view = torch.frombuffer(area, dtype=torch.uint8, count=size, offset=room - size)
-    view.copy_(t.contiguous().view(torch.uint8).flatten())
-    return view.view(t.dtype).view(t.shape)
+    return copy_to(Paged("end"), t)
 
 
+@pytest.mark.report("G3")
 @every_isa
 @every_path
 @every_qtype
 def test_nothing_is_read_past_the_end(isa, path, qtype):
-    for m, n, k in ((1, 3, 256), (2, 1, 768), (5, 257, 256), (1, 5, 512)):
+    for m, n, k in ((1, 3, 256), (2, 1, 768), (5, 257, 256), (1, 5, 512), (1, 6657, 256)):
         x, weight = linear_inputs(m, n, k, qtype)
         want = linear(x, weight, qtype, isa, path)
         x, weight = before_guard_page(x), before_guard_page(weight)
@@ -334,6 +309,7 @@ def test_partial_super_blocks_end_where_the_row_ends(isa, path, qtype, k):
         assert same_bits(guarded, want)
 
 
+@pytest.mark.report("G2", "G16")
 @every_isa
 @every_qtype
 def test_rows_may_start_at_any_byte(isa, qtype):
@@ -347,6 +323,7 @@ def test_rows_may_start_at_any_byte(isa, qtype):
             assert same_bits(linear(x, moved, qtype, isa, path), want[path])
 
 
+@pytest.mark.report("G13")
 @every_isa
 @every_path
 @every_qtype
@@ -394,6 +371,7 @@ def test_outputs_are_written_whole_and_alone(isa, path):
         assert torch.isnan(area[-guard:]).all()
 
 
+@pytest.mark.report("G24")
 @every_isa
 @every_path
 def test_new_contents_of_the_same_buffer_are_seen(isa, path):
@@ -425,6 +403,7 @@ def test_an_unknown_type_names_the_known_ones(op):
         call(op, x, torch.zeros(3, 144, dtype=torch.uint8), "Q2_K")
 
 
+@pytest.mark.report("G19")
 def test_an_empty_call_is_followed_by_a_right_one():
     x, weight = linear_inputs(3, 5, 256, "Q4_K")
     want = linear(x, weight, "Q4_K")

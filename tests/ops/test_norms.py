@@ -73,6 +73,7 @@ def test_rows_do_not_depend_on_each_other(dtype):
         assert all(torch.equal(p, w[rows]) for p, w in zip(part, whole, strict=True))
 
 
+@pytest.mark.report("N3")
 @pytest.mark.parametrize("which", ["post", "next"])
 def test_each_epsilon_reaches_its_norm(which):
     residual, x, post, following = inputs(3, 512, torch.float32, 1e-4)

@@ -50,6 +50,7 @@ def _row_cases(op):
             yield case
 
 
+@pytest.mark.report("G22", "D6")
 @pytest.mark.parametrize(("op", "backend", "variant"), VARIANTS)
 def test_row_invariance(op, backend, variant) -> None:
     """For T <= 16 a row's bits depend on the row alone: not on T, its place or the other rows."""
@@ -92,6 +93,7 @@ def test_page_order_does_not_matter(op, backend, variant) -> None:
     assert checked > 0
 
 
+@pytest.mark.report("R4")
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_opcheck(op) -> None:
     """Schema, fake, and tracing with dynamic shapes agree with the kernel."""
@@ -113,6 +115,7 @@ def _small(value: object) -> bool:
     return not isinstance(value, torch.Tensor) or 0 < value.numel() < 1 << 20
 
 
+@pytest.mark.report("R5")
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_fake_keeps_a_dynamic_row_axis(op) -> None:
     """torch.export with a dynamic T: no specialisation, and the output carries the SymInt."""

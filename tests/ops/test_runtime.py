@@ -64,6 +64,7 @@ def _example(op):
     raise AssertionError(f"{op.name}: no case is small enough")
 
 
+@pytest.mark.report("R2")
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_runs_on_the_stock_runtime(op) -> None:
     args = _example(op)

@@ -131,6 +131,7 @@ def test_truncate_drops_reserved_pages():
     assert logical(pool, 0) == [0]
 
 
+@pytest.mark.report("D1")
 @pytest.mark.parametrize("chunk", [1, 5, 16])
 def test_sixteen_positions_back_are_always_possible(chunk):
     for length in range(ROLLBACK, 90):
@@ -142,6 +143,7 @@ def test_sixteen_positions_back_are_always_possible(chunk):
         grow(pool, 0, ROLLBACK, chunk)
 
 
+@pytest.mark.report("D1")
 def test_truncate_refuses_when_the_window_is_gone():
     pool = make(pages=60, max_pages=60, page_size=4, window=9)
     grow(pool, 0, 100, 10)

@@ -34,6 +34,7 @@ CALL = (
 )
 
 
+@pytest.mark.report("R1")
 @pytest.mark.parametrize("order", ["first", "last"])
 def test_second_copy_is_harmless(tmp_path: Path, order: str) -> None:
     """Two copies of the library in one process: executorch aborts on a name registered twice."""
@@ -72,6 +73,7 @@ def test_version_mismatch_stops_the_import() -> None:
     assert "ImportError: glimmer_ops was built for executorch" in result.stderr
 
 
+@pytest.mark.report("R3")
 def test_namespace_taken_by_another_library() -> None:
     code = "import torch\nlib = torch.library.Library('glimmer', 'DEF')\nimport glimmer_ops"
     result = _python(code)
@@ -115,3 +117,18 @@ def test_a_mix_of_real_and_meta_tensors_is_refused() -> None:
     """torch would answer with the fake's uninitialised memory."""
     with pytest.raises(ValueError, match="rms_norm: expected tensors on one device"):
         torch.ops.glimmer.rms_norm(torch.ones(2, 4), torch.empty(4, device="meta"), 0.0)
+
+
+@pytest.mark.report("R3")
+def test_import_twice_defines_the_ops_once() -> None:
+    """Again by name, and again from scratch after the package was forgotten: an error, no crash."""
+    again = "import importlib, glimmer_ops, sys\nimportlib.import_module('glimmer_ops')\n" + CALL
+    result = _python(again)
+    assert (result.returncode, result.stdout.strip()) == (0, "4.0"), result.stderr
+    forget = (
+        "for m in [m for m in sys.modules if m.startswith('glimmer_ops')]: del sys.modules[m]\n"
+        "import glimmer_ops"
+    )
+    result = _python(again + "\n" + forget)
+    assert result.returncode == 1
+    assert "namespace 'glimmer' is already defined" in result.stderr

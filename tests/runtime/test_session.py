@@ -143,6 +143,7 @@ def test_decode_verifies_drafts_and_rolls_back():
     check_usable(session, slot, ids)
 
 
+@pytest.mark.report("D2")
 def test_decode_up_to_the_last_position():
     session, _ = new(max_seq_len=94)  # the last page is partly unusable
     slot, ids = session.open(), text(78)
@@ -198,6 +199,7 @@ def test_close_returns_pages_and_slots():
     assert session.pages_in_use() == {"global": 0, "sliding": 0}
 
 
+@pytest.mark.report("C1")
 def test_sessions_do_not_leak_into_each_other():
     sessions = [new()[0] for _ in range(2)]
     slots = [s.open() for s in sessions]
@@ -297,6 +299,7 @@ def test_a_failing_decode_changes_nothing():
     check_usable(session, slot, ids)
 
 
+@pytest.mark.report("D8")
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_logits_that_are_not_finite_are_an_error(value):
     session, model = new()
