@@ -1,7 +1,7 @@
 """Rewrites what is generated in README.md and docs/: all between `<!-- begin NAME -->` and its end.
 
-    python docs/generate.py             the tables that follow from the code
-    python docs/generate.py --measure   and the measured ones, in some minutes
+python docs/generate.py             the tables that follow from the code
+python docs/generate.py --measure   and the measured ones, in some minutes
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "docs")]
 
-from mutation import faults  # noqa: E402
-
 from glimmer_ops import matrix  # noqa: E402
+from mutation import faults  # noqa: E402
 
 Generators = Mapping[str, Callable[[], str]]
 
@@ -57,7 +56,8 @@ def main() -> None:
         for file, generators in tables.items():
             path = ROOT / file
             for name, generate in generators.items():
-                path.write_text(rewrite(path.read_text(), name, generate()))
+                content = generate()  # may take minutes
+                path.write_text(rewrite(path.read_text(), name, content))
                 print(f"{file}: {name}")
 
 

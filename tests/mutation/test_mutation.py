@@ -1,4 +1,4 @@
-"""Every fault of `faults` is caught by what it names: planted one at a time in a copy of the tree."""
+"""Every fault of `faults` is caught by what it names, planted alone in a copy of the tree."""
 
 from __future__ import annotations
 
