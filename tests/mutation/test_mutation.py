@@ -65,6 +65,15 @@ def test_nothing_fails_without_a_fault(tree: Tree) -> None:
 
 
 @pytest.mark.slow
+def test_only_the_chosen_isas_are_built(tree: Tree) -> None:
+    found = tree.run("python -c 'from glimmer_ops import _native; print(*_native.isas())'")
+    assert found.stdout.split() == tree.isas, found
+    refused = tree.configure("build/refused", ["scalar", "mmx"])
+    assert refused.returncode != 0
+    assert "GLIMMER_ISAS: expected some of scalar" in refused.stderr and "'mmx'" in refused.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.id)
 def test_a_fault_is_caught(tree: Tree, fault: Fault) -> None:
     have = {*tree.isas, "vector"} if len(tree.isas) > 1 else {"scalar"}

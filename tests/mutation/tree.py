@@ -37,17 +37,17 @@ class Tree:
             shutil.rmtree(link, ignore_errors=True)  # what copying a link to it has left
             link.symlink_to(path / source)
         (path / "python" / "sitecustomize.py").write_text(SITECUSTOMIZE)
-        self._configure()
+        _checked(self.configure("build", isas))
 
-    def _configure(self) -> None:
-        pybind11 = self._output(sys.executable, "-m", "pybind11", "--cmakedir")
-        self._output(
+    def configure(self, folder: str, isas: list[str]) -> subprocess.CompletedProcess[str]:
+        """Runs CMake for a build in `folder` in which a change costs one compilation and a link."""
+        pybind11 = _checked(self.run("python -m pybind11 --cmakedir"))
+        return self._run(
             "cmake",
-            *("-S", ".", "-B", "build", "-G", "Ninja"),
+            *("-S", ".", "-B", folder, "-G", "Ninja"),
             f"-DCMAKE_PREFIX_PATH={pybind11.strip()}",
             f"-DPython_EXECUTABLE={sys.executable}",
-            f"-DGLIMMER_ISAS={';'.join(self.isas)}",
-            # A change costs one file's compilation and one link.
+            f"-DGLIMMER_ISAS={';'.join(isas)}",
             "-DCMAKE_CXX_FLAGS_RELEASE=-O1",
             "-DCMAKE_INTERPROCEDURAL_OPTIMIZATION=OFF",
             "-DCMAKE_LINK_DEPENDS_NO_SHARED=ON",
@@ -55,7 +55,7 @@ class Tree:
 
     def build(self) -> None:
         """Compiles what changed. AssertionError, with the compiler's words, when that fails."""
-        self._output("ninja", "-C", "build")
+        _checked(self._run("ninja", "-C", "build"))
         package = self.path / "python" / "glimmer_ops"
         for built in ("build/_*.so", "build/libglimmer_ops.so", "build/_build.py"):
             for file in self.path.glob(built):
@@ -81,7 +81,8 @@ class Tree:
             environment.pop(name, None)
         return subprocess.run(args, cwd=self.path, env=environment, capture_output=True, text=True)
 
-    def _output(self, *args: str) -> str:
-        result = self._run(*args)
-        assert result.returncode == 0, f"{' '.join(args)}: {result.stdout}{result.stderr}"
-        return result.stdout
+
+def _checked(result: subprocess.CompletedProcess[str]) -> str:
+    """What a command printed. AssertionError, with its own words, when it failed."""
+    assert result.returncode == 0, f"{result.args}: {result.stdout}{result.stderr}"
+    return result.stdout
