@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 # The package rebuilds its C++ when imported after a change: with this environment's cmake and ninja.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-PY := python lowering tests
+PY := python lowering tests docs
 CXX := $(wildcard kernels/include/glimmer/*.h kernels/cpu/*.h kernels/cpu/*.cpp kernels/cpu/*.cc runtime/*.h runtime/*.cpp)
 
-.PHONY: run test test-full lint format setup clean
+.PHONY: run test test-full docs lint format setup clean
 
 run: setup
 	@glimmer demo
@@ -18,6 +18,10 @@ test: setup
 
 test-full: setup
 	@python -m pytest -q
+
+# python docs/generate.py --measure renews the measured tables as well.
+docs: setup
+	@python docs/generate.py
 
 lint: $(VENV)/.lint
 	ruff check $(PY)

@@ -95,9 +95,9 @@ std::vector<std::string> op_names() {
   return names;
 }
 
-std::vector<std::string> isas() {
+std::vector<std::string> names_of(const std::vector<Isa>& isas) {
   std::vector<std::string> names;
-  for (Isa isa : available_isas()) names.emplace_back(isa_name(isa));
+  for (Isa isa : isas) names.emplace_back(isa_name(isa));
   return names;
 }
 
@@ -115,7 +115,12 @@ PYBIND11_MODULE(_C, m) {
   m.def("infer", &infer, py::arg("op"), py::arg("args"));
   m.def("run", &run, py::arg("op"), py::arg("args"), py::arg("outs"));
   m.def("op_names", &op_names, "Ops that have a CPU kernel.");
-  m.def("isas", &isas, "ISAs this machine can run, weakest first.");
+  m.def(
+      "isas", [] { return names_of(available_isas()); },
+      "ISAs this machine can run, weakest first.");
+  m.def(
+      "compiled_isas", [] { return names_of(compiled_isas()); },
+      "ISAs this build has kernels for, weakest first.");
   m.def("isa", [] { return isa_name(selected_isa()); }, "The ISA in use.");
   m.def("set_isa", &set_isa, py::arg("name"));
   m.def("exact", &exact_mode, "Whether K-quant matmuls keep float activations.");

@@ -93,10 +93,18 @@ const char* isa_name(Isa isa) {
   return isa == Isa::Avx512 ? "avx512" : isa == Isa::Avx2 ? "avx2" : "scalar";
 }
 
-std::vector<Isa> available_isas() {
+std::vector<Isa> compiled_isas() {
   std::vector<Isa> r;
   for (Isa isa : {Isa::Scalar, Isa::Avx2, Isa::Avx512})
-    if (cpu_has(isa)) r.push_back(isa);
+    if (std::any_of(ops().begin(), ops().end(),
+                    [&](const Op& op) { return op.by_isa[static_cast<int>(isa)] != nullptr; }))
+      r.push_back(isa);
+  return r;
+}
+
+std::vector<Isa> available_isas() {
+  std::vector<Isa> r = compiled_isas();
+  r.erase(std::remove_if(r.begin(), r.end(), [](Isa isa) { return !cpu_has(isa); }), r.end());
   return r;
 }
 

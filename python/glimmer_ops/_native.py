@@ -73,6 +73,11 @@ def isas() -> list[str]:
     return _C.isas()
 
 
+def compiled_isas() -> list[str]:
+    """ISAs this build has kernels for, whether or not this machine can run them."""
+    return _C.compiled_isas()
+
+
 def isa() -> str:
     """The ISA whose kernels run; GLIMMER_CPU_ISA or `set_isa` choose it, else the best one."""
     return _C.isa()

@@ -67,11 +67,19 @@ def _file_tokenizer(model: GGUFModel) -> Tokenizer | None:
 
 
 @app.command()
-def ops() -> None:
+def ops(
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="As in the README: what is built, for any machine.")
+    ] = False,
+) -> None:
     """The support matrix: op × backend × dtype × weight type, from the registry."""
     from .backends import BACKENDS
+    from .matrix import markdown as matrix
     from .ops import OPS
 
+    if markdown:
+        print(matrix())
+        return
     table = Table("op", *BACKENDS, "dtypes", "weight types")
     for op in OPS.values():
         marks = []

@@ -10,7 +10,9 @@ namespace glimmer {
 
 const char* isa_name(Isa isa);
 
-// ISAs that this machine can run, weakest first; always starts with Scalar.
+// ISAs that this library has kernels for, weakest first; always starts with Scalar.
+std::vector<Isa> compiled_isas();
+// Those of them that this machine can run.
 std::vector<Isa> available_isas();
 
 // The ISA in use: the best available, or what GLIMMER_CPU_ISA or select_isa() asked for.

@@ -31,6 +31,10 @@ class Backend(Protocol):
         """Whether this backend has a kernel for op."""
         ...
 
+    def compiled(self, op: Op) -> list[Variant]:
+        """The ways this build has to run op, whatever this machine can run; same order."""
+        ...
+
     def variants(self, op: Op) -> list[Variant]:
         """The ways this machine can run op, most portable first."""
         ...

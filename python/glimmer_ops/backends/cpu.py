@@ -19,14 +19,17 @@ class Cpu:
     def supports(self, op: Op) -> bool:
         return op.name in _native.cpu_ops()
 
-    def variants(self, op: Op) -> list[Variant]:
+    def compiled(self, op: Op) -> list[Variant]:
         if op.integer_nmse is None:
-            return [Variant(isa, isa=isa) for isa in _native.isas()]
+            return [Variant(isa, isa=isa) for isa in _native.compiled_isas()]
         return [
             Variant(f"{isa}-{'exact' if exact else 'int8'}", exact, isa)
-            for isa in _native.isas()
+            for isa in _native.compiled_isas()
             for exact in (True, False)
         ]
+
+    def variants(self, op: Op) -> list[Variant]:
+        return [v for v in self.compiled(op) if v.isa in _native.isas()]
 
     def run(
         self, op: Op, args: Sequence[Any], variant: Variant, empty: Allocator | None = None
