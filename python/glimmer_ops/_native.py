@@ -144,6 +144,27 @@ def call(op: str, names: Sequence[str], args: Sequence[Any]) -> tuple[torch.Tens
     Raises ValueError naming the argument, what was expected and what was found.
     """
     packed = [_pack(op, n, a) for n, a in zip(names, args, strict=True)]
-    outs = tuple(torch.empty(sizes, dtype=DTYPES[code]) for code, sizes in _C.infer(op, packed))
+    outs = _outputs(op, packed)
     _C.run(op, packed, [_pack(op, "out", o) for o in outs])
     return outs
+
+
+def _outputs(op: str, packed: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty(sizes, dtype=DTYPES[code]) for code, sizes in _C.infer(op, packed))
+
+
+class Timer:
+    """Times op's CPU kernel in C++ on sets of arguments that take turns; outs holds the results.
+
+    Raises ValueError as `call` does. The ISA and path are those selected when it runs.
+    """
+
+    def __init__(self, op: str, names: Sequence[str], arg_sets: Sequence[Sequence[Any]]) -> None:
+        self._kept = arg_sets  # the C++ side has only their addresses
+        packed = [[_pack(op, n, a) for n, a in zip(names, s, strict=True)] for s in arg_sets]
+        self.outs = [_outputs(op, p) for p in packed]
+        self._timer = _C.Timer(op, packed, [[_pack(op, "out", o) for o in s] for s in self.outs])
+
+    def run(self, start: int, warm: int, calls: int) -> int:
+        """Nanoseconds of `calls` calls from set `start` on, after `warm` untimed calls."""
+        return self._timer.run(start, warm, calls)

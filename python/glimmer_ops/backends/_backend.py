@@ -20,6 +20,19 @@ class Variant:
     isa: str = ""
 
 
+class Timer(Protocol):
+    """Calls of one op on sets of arguments that take turns, timed on the device itself."""
+
+    outs: Sequence[tuple[torch.Tensor, ...]]  # what each set's last call wrote
+
+    def run(self, start: int, warm: int, calls: int) -> int:
+        """Nanoseconds of `calls` calls on the sets from `start` on, round and round.
+
+        `warm` untimed calls come first, on the sets before.
+        """
+        ...
+
+
 class Backend(Protocol):
     name: str
 
@@ -33,4 +46,8 @@ class Backend(Protocol):
 
     def run(self, op: Op, args: Sequence[Any], variant: Variant) -> tuple[torch.Tensor, ...]:
         """The outputs of op; mutated arguments change in place. ValueError refuses bad input."""
+        ...
+
+    def timer(self, op: Op, arg_sets: Sequence[Sequence[Any]], variant: Variant) -> Timer:
+        """Calls of op on sets of arguments that take turns, for benches."""
         ...

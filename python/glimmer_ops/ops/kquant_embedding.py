@@ -8,6 +8,7 @@ an id outside [0, N), before anything is written, and for another type or size.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -72,6 +73,13 @@ def _refusals() -> Iterator[Case]:
     yield refuse("ids-dims", "ids: expected 1 dimensions", ids.unsqueeze(0), rows, "Q4_K")
 
 
+def bench() -> Iterator[Case]:
+    """A short table: its rows count, not its length."""
+    for t in (1, 16, 512):
+        case = _exact(f"Q4_K/{t}x8192x6656", "Q4_K", *_args(t, 8192, 6656, "Q4_K"))
+        yield replace(case, resident=t < 512, slow=t == 16)
+
+
 OP = Op(
     name="kquant_embedding",
     args="Tensor ids, Tensor weight, str qtype",
@@ -82,4 +90,5 @@ OP = Op(
     rows=("ids",),
     dtypes=("f32",),
     qtypes=tuple(QTYPES),
+    bench=bench,
 )
