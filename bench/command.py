@@ -11,11 +11,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..backends import BACKENDS, Backend, Variant
-from ..check import expected_tensors, worst_nmse
-from ..ops import OPS
-from ..ops._contract import Case, Op
-from ..session import set_threads, threads
+from glimmer_ops.backends import BACKENDS, Backend, Variant
+from glimmer_ops.check import expected_tensors, worst_nmse
+from glimmer_ops.ops import OPS
+from glimmer_ops.ops._contract import Case, Op
+from glimmer_ops.session import set_threads, threads
+
 from .compare import compare
 from .compare import table as verdict_table
 from .measure import Settings, bench_case
@@ -169,6 +170,7 @@ def bench_ops(request: Request, say: Say) -> Iterator[Row]:
         settings = replace(settings, samples=request.samples, seconds=4 * settings.seconds)
     source = provenance()
     probes: dict[str, Probe | None] = {}
+    say = _once(say)
     expected: tuple[Case, dict] | None = None
     for count in counts:
         with pool_of(count):
@@ -191,6 +193,18 @@ def bench_ops(request: Request, say: Say) -> Iterator[Row]:
                         rival.close()
 
 
+def _once(say: Say) -> Say:
+    """Says each text but once."""
+    said: set[str] = set()
+
+    def call(text: str) -> None:
+        if text not in said:
+            said.add(text)
+            say(text)
+
+    return call
+
+
 def _prepare(
     rivals: Sequence[Peer],
     op: Op,
@@ -205,7 +219,7 @@ def _prepare(
     for rival in rivals:
         found = rival.counterpart(op, case, probe.working_set if probe else 0, count)
         if found is None:
-            say(f"{op.name} {case.id}: {rival.name} has no counterpart")
+            say(f"{op.name}: {rival.name} has no counterpart, or not for every case")
             continue
         want = {n: t for n, t in expected.items() if n not in op.mutates}
         outs = found.output()

@@ -28,10 +28,11 @@ from typing import Any
 
 import torch
 
-from ..backends import Backend, Variant
-from ..backends._backend import Timer
-from ..check import clone_args, expected_tensors, tensors_of, worst_nmse
-from ..ops._contract import Case, Cost, Op, nbytes
+from glimmer_ops.backends import Backend, Variant
+from glimmer_ops.backends._backend import Timer
+from glimmer_ops.check import clone_args, expected_tensors, tensors_of, worst_nmse
+from glimmer_ops.ops._contract import Case, Cost, Op, nbytes
+
 from .peers import Counterpart
 from .probes import Limits, Probe
 from .report import Row

@@ -13,10 +13,8 @@ GGUF file, if its weights fit into memory in float32, they also agree with upstr
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import resource
 import subprocess
 import sys
 import time
@@ -27,14 +25,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import _native
-from ..backends import BACKENDS
-from ..gguf import QTYPES
-from ..gguf import load as load_gguf
-from ..inspect import _read_program
-from ..ops import OPS
-from ..ops._contract import Cost
-from ..session import Sampling, Session
+from glimmer_ops import _native
+from glimmer_ops.backends import BACKENDS
+from glimmer_ops.gguf import QTYPES
+from glimmer_ops.gguf import load as load_gguf
+from glimmer_ops.inspect import _read_program
+from glimmer_ops.ops import OPS
+from glimmer_ops.ops._contract import Cost
+from glimmer_ops.session import Sampling, Session
+
+from . import fresh
 from .measure import Party, Settings, figures, peer_row, rounds
 from .peers import Peer
 from .probes import Probe, probe_of
@@ -44,8 +44,7 @@ from .report import Row, provenance
 if TYPE_CHECKING:
     from .command import Request, Say
 
-LEAST_PROMPT = 64
-PROMPTS = (LEAST_PROMPT, 512)
+PROMPTS = (fresh.PROMPT, 512)
 RMS_BOUND = 3e-2  # of int8 activations against float32 ones, see docs/numerics.md
 
 
@@ -53,8 +52,8 @@ RMS_BOUND = 3e-2  # of int8 activations against float32 ones, see docs/numerics.
 class Reading:
     """What one forward of a program reads and computes.
 
-    weights: bytes, each once. macs: multiplications of a row, in the matmuls of every row and in the
-    head of a row with logits. kv: bytes of a position's keys and values in a layer.
+    weights: bytes, each once. row_macs, head_macs: multiplications of a row in the layers' matmuls,
+    and of a row with logits in the head. kv: bytes of a position's keys and values in a layer.
     """
 
     weights: int
@@ -125,14 +124,9 @@ class Workload:
     flops: int
 
 
-def prompt(length: int, vocab_size: int) -> list[int]:
-    """Random ids, the same every time."""
-    return np.random.default_rng(0).integers(0, vocab_size, length).tolist()
-
-
 def prefill(session: Session, length: int, needs: Reading) -> Workload:
     limits = session.limits
-    ids = prompt(length, limits.vocab_size)
+    ids = fresh.prompt(length, limits.vocab_size)
 
     def run(start: int, warm: int, calls: int) -> int:
         total = 0
@@ -153,7 +147,7 @@ def prefill(session: Session, length: int, needs: Reading) -> Workload:
 
 def decode(session: Session, needs: Reading) -> Workload:
     limits = session.limits
-    ids = prompt(LEAST_PROMPT, limits.vocab_size)
+    ids = fresh.prompt(fresh.PROMPT, limits.vocab_size)
     sampling = Sampling()
     state = {"slot": -1, "id": 0}
 
@@ -176,7 +170,7 @@ def decode(session: Session, needs: Reading) -> Workload:
             total += time.perf_counter_ns() - begin if i >= warm else 0
         return total
 
-    keys = visible_keys(LEAST_PROMPT, LEAST_PROMPT + 1, limits)
+    keys = visible_keys(fresh.PROMPT, fresh.PROMPT + 1, limits)
     moved = needs.weights + keys * needs.kv
     return Workload("decode", run, 1, moved, 2 * (needs.row_macs + needs.head_macs))
 
@@ -184,7 +178,7 @@ def decode(session: Session, needs: Reading) -> Workload:
 def gate(session: Session, gguf: Path | None, exact: bool) -> str:
     """ "pass", or what is wrong with the model's logits."""
     limits = session.limits
-    ids = prompt(16, limits.vocab_size)
+    ids = fresh.prompt(16, limits.vocab_size)
     whole, parts = (_logits(session, ids, chunk) for chunk in (16, 7))
     if not np.isfinite(whole).all():
         return "logits are not finite"
@@ -215,19 +209,19 @@ def fits_densely(gguf: Path) -> bool:
 def _against_upstream(last: np.ndarray, ids: Sequence[int], gguf: Path, exact: bool) -> str:
     if not fits_densely(gguf):
         return "pass"
-    from ..oracle import upstream_logits
+    from glimmer_ops.oracle import upstream_logits
 
     expected = upstream_logits(load_gguf(gguf), ids)[-1]
     rms = float(np.sqrt(np.mean((last - expected) ** 2) / np.mean(expected**2)))
     bound = 1e-3 if exact else RMS_BOUND
-    return (
-        "pass" if rms <= bound else f"logits differ from upstream's by {rms:.1e} > {bound:.0e} rms"
-    )
+    if rms <= bound:
+        return "pass"
+    return f"logits differ from upstream's by {rms:.1e} > {bound:.0e} rms"
 
 
 def fresh_process(model: Path, threads: int) -> tuple[float, int]:
     """(seconds to load, peak resident bytes) of a process that loads, prefills and decodes."""
-    command = [sys.executable, "-m", __name__, str(model), str(threads)]
+    command = [sys.executable, "-m", fresh.__name__, str(model), str(threads)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or ["no message"]
@@ -291,10 +285,8 @@ def _rows(
         return [base]
     found = []
     for rival in rivals:
-        model_of = getattr(rival, "model", None)
-        other = (
-            model_of(request.gguf, work.name, work.tokens, settings.threads) if model_of else None
-        )
+        assert request.gguf is not None
+        other = rival.model(request.gguf, work.name, work.tokens, settings.threads)
         if other is None:
             say(f"{work.name}: {rival.name} has no counterpart")
         else:
@@ -309,27 +301,4 @@ def _rows(
     for other in found:
         other.close()
     pairs = zip(found, taken.peers, strict=True)
-    return [peer_row(row, other, samples, taken.best) for other, samples in pairs] or [row]
-
-
-def _main() -> None:
-    """The fresh process: prints one line of JSON."""
-    from ..session import set_threads
-
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model", type=Path)
-    parser.add_argument("threads", type=int)
-    arguments = parser.parse_args()
-    set_threads(arguments.threads)
-    start = time.perf_counter()
-    session = Session.load(arguments.model)
-    load_s = time.perf_counter() - start
-    length = min(LEAST_PROMPT, session.limits.max_seq_len - 9)
-    session.generate(session.open(), prompt(length, session.limits.vocab_size), 8)
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    print(json.dumps({"load_s": load_s, "peak_rss": peak_rss}))
-
-
-if __name__ == "__main__":
-    _main()
+    return [peer_row(row, other, samples) for other, samples in pairs] or [row]

@@ -31,7 +31,8 @@ class Row:
     of the time taken, or None for arguments that are in cache in real use. ratio: the peer's median
     over ours, above 1 where we are faster. gate: "pass", or why no figure is given. working_set:
     bytes that pass through between two uses of an argument. freedom: median of the core's adds a
-    cycle. busy: CPUs that other processes used meanwhile. tok_s, load_s and peak_rss (bytes): of whole models only. note: what a reader must know.
+    cycle. busy: CPUs that other processes used meanwhile. tok_s, load_s and peak_rss (bytes): of
+    whole models only. note: what a reader must know.
     """
 
     op: str
@@ -127,7 +128,7 @@ def _row(where: str, item: Any) -> Row:
     return Row(**item)
 
 
-def provenance() -> dict[str, str]:
+def provenance() -> dict[str, Any]:
     """git, machine and command of this process."""
     return {"git": _git(), "machine": _machine(), "command": _command()}
 
@@ -138,7 +139,7 @@ def _command() -> str:
 
 def _git() -> str:
     """The commit of the source tree, `+` for changes to it; the version outside of a repository."""
-    from .. import __version__
+    from glimmer_ops import __version__
 
     def git(*args: str) -> str:
         folder = Path(__file__).resolve().parent
@@ -231,9 +232,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
             read = statistics.median(r.limit_gbps or 0.0 for r in mine)
             line = f"limits, {threads} threads: read {read:.1f} GB/s"
             for kind, of_kind in (("int8", True), ("float32", False)):
-                peaks = [
-                    r.limit_gflops or 0.0 for r in mine if r.variant.endswith("int8") == of_kind
-                ]
+                at = [r for r in mine if r.variant.endswith("int8") == of_kind]
+                peaks = [r.limit_gflops or 0.0 for r in at]
                 line += f", {kind} {statistics.median(peaks):.0f} GFLOP/s" if peaks else ""
             lines.append(line)
     lines += [f"FAIL {r.op} {r.case} {r.variant}: {r.gate}" for r in rows if not r.passed]

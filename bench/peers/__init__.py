@@ -1,4 +1,4 @@
-"""Other projects on the same cases: one module each, found by being here. `PEERS` maps names to them.
+"""Other projects on the same cases: one module each, found by being here.
 
 A peer's module defines `PEER`; modules without one serve others.
 """
@@ -10,11 +10,12 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from ...ops._contract import Case, Op
+from glimmer_ops.ops._contract import Case, Op
 
 
 @dataclass
@@ -41,6 +42,10 @@ class Peer(Protocol):
         """What this machine lacks to run it, or an empty string."""
         ...
 
+    def model(self, gguf: Path, name: str, tokens: int, threads: int) -> Counterpart | None:
+        """The same of a whole model: "prefill-N", `tokens` tokens in one call, or "decode"."""
+        ...
+
     def counterpart(self, op: Op, case: Case, working_set: int, threads: int) -> Counterpart | None:
         """The peer's way to compute a case, prepared; None when it has none."""
         ...
@@ -48,7 +53,7 @@ class Peer(Protocol):
 
 @functools.cache
 def peers() -> dict[str, Peer]:
-    names = sorted(m.name for m in pkgutil.iter_modules(__path__))
+    names = sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "__main__")
     modules = [importlib.import_module(f"{__name__}.{n}") for n in names]
     return {m.PEER.name: m.PEER for m in modules if hasattr(m, "PEER")}
 

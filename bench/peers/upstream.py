@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from ...check import clone_args
-from ...ops._contract import Case, Op, nbytes
-from ...ops._kquant import dequantize
-from ...ops._paged import rows, visible
+from glimmer_ops.check import clone_args
+from glimmer_ops.ops._contract import Case, Op, nbytes
+from glimmer_ops.ops._kquant import dequantize
+from glimmer_ops.ops._paged import rows, visible
+
 from ..probes.cpu import available_memory
 from . import Counterpart, timed
 
@@ -189,6 +191,39 @@ class Upstream:
         weights = "eager, dequantised float32 weights" if op.qtypes else "eager, float32"
         return Counterpart(self.name, no_grad(timed(list(calls))), call, len(calls), 1e-6, weights)
 
+    @torch.no_grad()
+    def model(self, gguf: Path, name: str, tokens: int, threads: int) -> Counterpart | None:
+        from ..model import fits_densely
+
+        if not fits_densely(gguf):
+            return None
+        call = _model_call(gguf, name, tokens)
+        torch.set_num_threads(threads)
+        run = torch.no_grad()(timed([call]))
+        return Counterpart(self.name, run, call, note="eager, dequantised float32 weights")
+
+
+def _model_call(gguf: Path, name: str, tokens: int) -> Call:
+    """The logits of the last token; decoding repeats the one behind the shortest prompt."""
+    from glimmer_ops.gguf import load
+    from glimmer_ops.oracle import load_upstream
+
+    from ..fresh import PROMPT, prompt
+
+    file = load(gguf)
+    first = PROMPT if name == "decode" else 0
+    model = load_upstream(file, first + tokens)
+    ids = torch.tensor(prompt(first + tokens, file.config.vocab_size))
+    positions = torch.arange(first + tokens)
+
+    def forward(begin: int, end: int) -> torch.Tensor:
+        embeds = model.tok_norm(model.embed_tokens(ids[None, begin:end]).float())
+        return model.prefill_from_embeds(embeds, positions[begin:end])
+
+    if first:
+        forward(0, first)
+    return lambda: forward(first, first + tokens)
+
 
 def _low(x: torch.Tensor) -> bool:
     return x.dtype in (torch.float16, torch.bfloat16)
@@ -206,7 +241,7 @@ def _dense_bytes(op: Op, args: tuple[Any, ...]) -> int:
 
 
 def _weights(weight: torch.Tensor, qtype: str) -> int:
-    from ...gguf import QTYPES
+    from glimmer_ops.gguf import QTYPES
 
     block, size = QTYPES[qtype]
     return weight.numel() // size * block

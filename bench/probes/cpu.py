@@ -12,7 +12,8 @@ import os
 import time
 from pathlib import Path
 
-from ... import _bench  # type: ignore[attr-defined]
+from glimmer_ops import _bench  # type: ignore[attr-defined]
+
 from . import Limits
 
 READ = 64 << 20  # bytes of a reading
@@ -64,8 +65,8 @@ class CpuProbe:
             words = Path("/proc/stat").read_text().split("\n", 1)[0].split()
         except OSError:
             return None  # not Linux
-        user, nice, system, _, _, irq, soft = map(int, words[1:8])
-        busy = (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
+        user, nice, system, _, _, irq, soft, steal = map(int, words[1:9])
+        busy = (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
         return busy - time.process_time()
 
 

@@ -270,9 +270,11 @@ def _args(
 def bench() -> Iterator[Case]:
     """The model's heads and caches: decoding with a long context, and chunks of a prompt."""
 
-    def case(name: str, tokens: Iterable[tuple[int, int]], window: int = 0, **kind: bool) -> Case:
+    def case(
+        name: str, tokens: Iterable[tuple[int, int]], window: int = 0, slow: bool = False
+    ) -> Case:
         make = _args(tokens, torch.float32, window=window, cache_dtype=torch.float16)
-        return Case(name, make, **kind)
+        return Case(name, make, slow=slow)
 
     for length in (4096, 32768, 512):
         yield case(f"decode-kv{length}", [(0, length - 1)], slow=length == 512)
