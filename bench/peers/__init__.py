@@ -36,7 +36,10 @@ class Counterpart:
 
 
 class Peer(Protocol):
+    """quick: whether it prepares a case in seconds, so that a quick bench can afford it."""
+
     name: str
+    quick: bool
 
     def missing(self) -> str:
         """What this machine lacks to run it, or an empty string."""

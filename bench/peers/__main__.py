@@ -1,4 +1,4 @@
-"""Prints `--vs NAME` for every peer that this machine can run, and on stderr why not the others."""
+"""Prints `--vs NAME` for each quick peer this machine can run; on stderr, what others lack."""
 
 import sys
 
@@ -7,5 +7,5 @@ from . import peers
 for name, peer in peers().items():
     if lack := peer.missing():
         print(f"note: {name}: {lack}", file=sys.stderr)
-    else:
+    elif peer.quick:
         print("--vs", name)

@@ -297,6 +297,7 @@ class Prepared:
 
 class LlamaCpp:
     name = "llama.cpp"
+    quick = True
 
     def missing(self) -> str:
         return missing()

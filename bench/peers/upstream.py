@@ -163,6 +163,7 @@ CALLS: dict[str, Callable[..., Call | None]] = {
 
 class Upstream:
     name = "upstream"
+    quick = True
 
     def missing(self) -> str:
         return ""

@@ -70,6 +70,7 @@ class Hashed:
 
 class Xnnpack:
     name = "xnnpack"
+    quick = False
 
     def missing(self) -> str:
         return ""

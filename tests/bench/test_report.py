@@ -10,10 +10,12 @@ import pytest
 
 from glimmer_ops.bench.report import Row, notes, provenance, read, table, write
 
-FIELDS = """
-op backend case qtype dtype m n k threads variant ms_median ms_p10 ms_p90 samples bytes flops gbps
-gflops limit_gbps limit_gflops pct_limit peer peer_ms_median ratio gate git machine command
-""".split()
+FIELDS = (
+    *("op", "backend", "case", "qtype", "dtype", "m", "n", "k", "threads", "variant"),
+    *("ms_median", "ms_p10", "ms_p90", "samples", "bytes", "flops", "gbps", "gflops"),
+    *("limit_gbps", "limit_gflops", "pct_limit", "peer", "peer_ms_median", "ratio"),
+    *("gate", "git", "machine", "command"),
+)
 ROW = Row("rms_norm", "cpu", "1x8", ms_median=0.001, ms_p10=0.001, ms_p90=0.002, gate="pass")
 
 
