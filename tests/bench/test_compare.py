@@ -79,6 +79,12 @@ def test_a_probe_that_alone_moves_is_no_change() -> None:
     assert _kind(ROW, replace(ROW, limit_gbps=10.0)) == "same"
 
 
+def test_ratios_that_disagree_are_no_change() -> None:
+    """A third faster while memory was twice as fast: less than the machine gave, and no loss."""
+    assert _kind(ROW, replace(_times(ROW, 0.75), limit_gbps=40.0)) == "same"
+    assert _kind(replace(_times(ROW, 0.75), limit_gbps=40.0), ROW) == "same"
+
+
 def test_missing_new_and_failed_rows() -> None:
     other = replace(ROW, case="other")
     failed = replace(ROW, ms_median=None, gate="nmse 1 > 1e-10")

@@ -68,6 +68,7 @@ def test_upstream_has_no_counterpart(op: str, case: str) -> None:
     assert peers()["upstream"].counterpart(OPS[op], _case(op, case), 1, 1) is None
 
 
+@pytest.mark.slow  # half a minute of lowering
 def test_xnnpack() -> None:
     """Four-bit weights of its own: near, and not nearer than four bits can be."""
     assert 1e-4 < _error("xnnpack", "kquant_linear", "Q4_K/f32/16x64x6656") < 3e-2
@@ -105,7 +106,7 @@ def test_llama_cpp_model(tiny_gguf) -> None:
     expected = upstream_logits(model, ids)[-1]
     error = found.output().numpy() - expected  # type: ignore[union-attr]
     assert np.sqrt(np.mean(error**2) / np.mean(expected**2)) < 0.05
-    assert found.run(0, 1, llama_model.DECODES + 5) > 0
+    assert found.run(0, 1, 2 * llama_model.DECODES + 8) > 0  # more than its context holds
     found.close()
     with pytest.raises(RuntimeError, match="cannot be loaded"):
         llama_model.Model(Path("/nonexistent.gguf"), 64, 64, 1)
