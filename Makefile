@@ -1,14 +1,15 @@
 # make run: set up, then the main job. make test: set up, then the tests.
+# make bench: set up, then a quick bench.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # The package rebuilds its C++ when imported after a change: with this environment's cmake and ninja.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-PY := python lowering tests docs
-CXX := $(wildcard kernels/include/glimmer/*.h kernels/cpu/*.h kernels/cpu/*.cpp kernels/cpu/*.cc runtime/*.h runtime/*.cpp)
+PY := python lowering bench tests docs
+CXX := $(wildcard kernels/include/glimmer/*.h kernels/cpu/*.h kernels/cpu/*.cpp kernels/cpu/*.cc runtime/*.h runtime/*.cpp bench/native/*)
 
-.PHONY: run test test-full docs lint format setup clean
+.PHONY: run test test-full bench peers docs lint format setup clean
 
 run: setup
 	@glimmer demo
@@ -19,7 +20,17 @@ test: setup
 test-full: setup
 	@python -m pytest -q
 
-# python docs/generate.py --measure renews the measured tables as well.
+# A quick set beside every peer that this machine can run: rows and two plots.
+RESULTS := bench/results/quick
+
+bench: $(VENV)/.bench
+	-@python -m glimmer_ops.bench.peers.llama_lib
+	@glimmer bench --quick --json $(RESULTS).json --plot $(RESULTS).png $$(python -m glimmer_ops.bench.peers)
+
+peers: setup
+	@python -m glimmer_ops.bench.peers.llama_lib
+
+# `python docs/generate.py --measure` renews the measured tables as well.
 docs: setup
 	@python docs/generate.py
 
@@ -27,7 +38,7 @@ lint: $(VENV)/.lint
 	ruff check $(PY)
 	ruff format --check $(PY)
 	clang-format --dry-run --Werror $(CXX)
-	mypy python/glimmer_ops lowering
+	mypy python/glimmer_ops lowering bench
 
 format: $(VENV)/.lint
 	ruff check --fix-only -q $(PY)
@@ -45,6 +56,10 @@ $(VENV)/.deps: pyproject.toml
 
 $(VENV)/.installed: $(VENV)/.deps CMakeLists.txt
 	python -m pip install -q --no-build-isolation -e ".[test,transformers]"
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.installed
+	python -m pip install -q --no-build-isolation -e ".[test,transformers,bench]"
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.installed

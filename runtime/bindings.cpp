@@ -4,6 +4,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
+#include <memory>
+
 #include "glimmer/scratch.h"
 #include "op_call.h"
 
@@ -89,6 +92,70 @@ void run(const std::string& name, const py::list& list, const py::list& out_list
   if (!status.ok()) throw py::value_error(name + ": " + status.message());
 }
 
+// Runs an op on sets of arguments that take turns, and times it without Python.
+class Timer {
+ public:
+  Timer(const std::string& name, const py::list& arg_sets, const py::list& out_sets)
+      : name_(name), n_args_(arg_sets.empty() ? 0 : py::len(arg_sets[0])) {
+    if (arg_sets.empty() || arg_sets.size() != out_sets.size())
+      throw py::value_error(name + ": expected as many sets of outputs as of arguments, not 0");
+    op_ = op_index(name, n_args_);
+    for (const auto args : arg_sets) {
+      args_.push_back(std::make_unique<Args>(args.cast<py::list>()));
+      if (args_.back()->args.size() != n_args_) throw py::value_error(name + ": uneven sets");
+    }
+    for (const auto outs : out_sets) {
+      outs_.emplace_back();
+      for (const auto o : outs.cast<py::list>())
+        outs_.back().push_back(to_tensor(o.cast<py::tuple>()));
+    }
+    for (size_t i = 0; i < args_.size(); ++i) check(i);
+  }
+
+  // Nanoseconds of `calls` calls on the sets from `start` on, after `warm` untimed ones on those
+  // before. Each call checks its arguments, as a call by ExecuTorch does.
+  int64_t run(size_t start, size_t warm, size_t calls) {
+    const size_t n = args_.size();
+    std::vector<Shape> shapes(op_kernel(op_).n_outs);
+    Status status;
+    int64_t ns;
+    {
+      py::gil_scoped_release release;
+      for (size_t i = 0; i < warm; ++i) call((start + n * warm - warm + i) % n, shapes, status);
+      const auto begin = std::chrono::steady_clock::now();
+      for (size_t i = 0; i < calls; ++i) call((start + i) % n, shapes, status);
+      const auto end = std::chrono::steady_clock::now();
+      ns = std::chrono::duration_cast<std::chrono::nanoseconds>(end - begin).count();
+    }
+    if (!status.ok()) throw py::value_error(name_ + ": " + status.message());
+    return ns;
+  }
+
+ private:
+  void check(size_t i) {
+    std::vector<Shape> shapes(op_kernel(op_).n_outs);
+    Status status = infer_op(op_, args_[i]->args.data(), shapes.data());
+    if (status.ok() && outs_[i].size() != shapes.size())
+      status = Status::error("out: expected " + std::to_string(shapes.size()) + " outputs");
+    for (size_t o = 0; o < shapes.size() && status.ok(); ++o) {
+      outs_[i][o].name = "out";
+      status = expect_shape(outs_[i][o], shapes[o]);
+    }
+    if (!status.ok()) throw py::value_error(name_ + ": " + status.message());
+  }
+
+  void call(size_t i, std::vector<Shape>& shapes, Status& status) {
+    if (status.ok()) status = infer_op(op_, args_[i]->args.data(), shapes.data());
+    if (status.ok()) status = run_op(op_, args_[i]->args.data(), outs_[i].data());
+  }
+
+  std::string name_;
+  size_t n_args_;
+  int op_ = -1;
+  std::vector<std::unique_ptr<Args>> args_;  // their texts must not move
+  std::vector<std::vector<Tensor>> outs_;
+};
+
 std::vector<std::string> op_names() {
   std::vector<std::string> names;
   for (int i = 0; i < op_count(); ++i) names.emplace_back(op_name(i));
@@ -114,6 +181,10 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "CPU kernels, page pool and session of glimmer_ops.";
   m.def("infer", &infer, py::arg("op"), py::arg("args"));
   m.def("run", &run, py::arg("op"), py::arg("args"), py::arg("outs"));
+  py::class_<Timer>(m, "Timer")
+      .def(py::init<const std::string&, const py::list&, const py::list&>(), py::arg("op"),
+           py::arg("arg_sets"), py::arg("out_sets"))
+      .def("run", &Timer::run, py::arg("start"), py::arg("warm"), py::arg("calls"));
   m.def("op_names", &op_names, "Ops that have a CPU kernel.");
   m.def(
       "isas", [] { return names_of(available_isas()); },

@@ -153,6 +153,9 @@ def _pack(op: str, name: str, value: Any) -> Any:
     return (value.data_ptr(), _DTYPE_CODES[value.dtype], tuple(value.shape))
 
 
+Allocator = Callable[[Sequence[int], torch.dtype], torch.Tensor]
+
+
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
@@ -161,14 +164,34 @@ def call(
     op: str,
     names: Sequence[str],
     args: Sequence[Any],
-    empty: Callable[[Sequence[int], torch.dtype], torch.Tensor] | None = None,
+    empty: Allocator | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Runs op's CPU kernel. Mutated arguments change in place; outputs are what `empty` makes.
 
     Raises ValueError naming the argument, what was expected and what was found.
     """
     packed = [_pack(op, n, a) for n, a in zip(names, args, strict=True)]
-    make = empty or _empty
-    outs = tuple(make(sizes, DTYPES[code]) for code, sizes in _C.infer(op, packed))
+    outs = _outputs(op, packed, empty or _empty)
     _C.run(op, packed, [_pack(op, "out", o) for o in outs])
     return outs
+
+
+def _outputs(op: str, packed: Sequence[Any], empty: Allocator) -> tuple[torch.Tensor, ...]:
+    return tuple(empty(sizes, DTYPES[code]) for code, sizes in _C.infer(op, packed))
+
+
+class Timer:
+    """Times op's CPU kernel in C++ on sets of arguments that take turns; outs holds the results.
+
+    Raises ValueError as `call` does. The ISA and path are those selected when it runs.
+    """
+
+    def __init__(self, op: str, names: Sequence[str], arg_sets: Sequence[Sequence[Any]]) -> None:
+        self._kept = arg_sets  # the C++ side has only their addresses
+        packed = [[_pack(op, n, a) for n, a in zip(names, s, strict=True)] for s in arg_sets]
+        self.outs = [_outputs(op, p, _empty) for p in packed]
+        self._timer = _C.Timer(op, packed, [[_pack(op, "out", o) for o in s] for s in self.outs])
+
+    def run(self, start: int, warm: int, calls: int) -> int:
+        """Nanoseconds of `calls` calls from set `start` on, after `warm` untimed calls."""
+        return self._timer.run(start, warm, calls)

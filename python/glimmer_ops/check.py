@@ -56,6 +56,27 @@ def tensors_of(op: Op, args: tuple[Any, ...], outs: Any) -> dict[str, torch.Tens
     return named | {name: by_name[name] for name in op.mutates}
 
 
+def expected_tensors(op: Op, case: Case) -> dict[str, torch.Tensor]:
+    """What the reference produces for a case."""
+    args = case.make()
+    return tensors_of(op, args, op.reference(*args))
+
+
+def worst_nmse(
+    result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> tuple[float | None, str]:
+    """The largest NMSE of all tensors, or None and what differs in shape or dtype."""
+    worst = 0.0
+    for name, want in expected.items():
+        got = result[name]
+        if got.shape != want.shape or got.dtype != want.dtype:
+            expected_type = f"{want.dtype}{list(want.shape)}"
+            found_type = f"{got.dtype}{list(got.shape)}"
+            return None, f"{name}: expected {expected_type}, found {found_type}"
+        worst = max(worst, nmse(got, want))
+    return worst, ""
+
+
 def run_case(op: Op, case: Case, backend: Backend, variant: Variant) -> Verdict:
     """Runs one case and compares every output and mutated argument with the reference."""
     bound = op.bound(case, variant.exact)
@@ -72,17 +93,8 @@ def run_case(op: Op, case: Case, backend: Backend, variant: Variant) -> Verdict:
         return verdict(False, None, f"refused: {error}")
     if case.error:
         return verdict(False, None, f"accepted; expected a refusal with '{case.error}'")
-    expected_args = case.make()
-    expected = tensors_of(op, expected_args, op.reference(*expected_args))
-    worst = 0.0
-    for name, want in expected.items():
-        got = result[name]
-        if got.shape != want.shape or got.dtype != want.dtype:
-            expected_type = f"{want.dtype}{list(want.shape)}"
-            found_type = f"{got.dtype}{list(got.shape)}"
-            return verdict(False, None, f"{name}: expected {expected_type}, found {found_type}")
-        worst = max(worst, nmse(got, want))
-    return verdict(worst <= bound, worst, "")
+    worst, detail = worst_nmse(result, expected_tensors(op, case))
+    return verdict(worst is not None and worst <= bound, worst, detail)
 
 
 def check(

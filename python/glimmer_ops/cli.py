@@ -128,6 +128,55 @@ def check(
 
 
 @app.command()
+def bench(
+    op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
+    case: Annotated[str | None, typer.Option(help="Only the case with this id.")] = None,
+    variant: Annotated[
+        str | None, typer.Option(help="A variant of `glimmer ops`, or all; default: the best.")
+    ] = None,
+    vs: Annotated[
+        list[str] | None, typer.Option(help="A peer to measure beside; may be given again.")
+    ] = None,
+    threads: Annotated[str, typer.Option(help="4, or 1,2,4 for each; default: all cores.")] = "",
+    samples: Annotated[int | None, typer.Option(min=3, help="Samples of each case.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and samples.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the rows.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw F.png (roofline) and F-scaling.png.")
+    ] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="Rows of an earlier --json: a verdict for each.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Measure this exported model instead of ops.")
+    ] = None,
+    gguf: Annotated[Path | None, typer.Option(help="The model's GGUF, for the peers.")] = None,
+) -> None:
+    """Speed of ops or of a model, in % of this machine's limits and against other projects."""
+    from .bench.command import Request
+    from .bench.command import bench as run_bench
+
+    request = Request(
+        op=op,
+        backend=backend,
+        case=case,
+        variant=variant,
+        vs=tuple(vs or ()),
+        threads=threads,
+        samples=samples,
+        quick=quick,
+        json=json,
+        plot=plot,
+        compare=compare,
+        model=model,
+        gguf=gguf,
+    )
+    if not run_bench(request, console, errors):
+        raise typer.Exit(1)
+
+
+@app.command()
 def synth(
     preset: Annotated[str, typer.Option(help="tiny, mid (real widths, 4 layers) or 30b.")],
     out: Annotated[Path, typer.Option(help="The GGUF file to write.")],

@@ -24,6 +24,19 @@ class Variant:
     isa: str = ""
 
 
+class Timer(Protocol):
+    """Calls of one op on sets of arguments that take turns, timed on the device itself."""
+
+    outs: Sequence[tuple[torch.Tensor, ...]]  # what each set's last call wrote
+
+    def run(self, start: int, warm: int, calls: int) -> int:
+        """Nanoseconds of `calls` calls on the sets from `start` on, round and round.
+
+        `warm` untimed calls come first, on the sets before.
+        """
+        ...
+
+
 class Backend(Protocol):
     name: str
 
@@ -51,4 +64,8 @@ class Backend(Protocol):
 
     def poison_scratch(self) -> AbstractContextManager[None]:
         """While open, working memory is full of NaN whenever a kernel is given it. For tests."""
+        ...
+
+    def timer(self, op: Op, arg_sets: Sequence[Sequence[Any]], variant: Variant) -> Timer:
+        """Calls of op on sets of arguments that take turns, for benches."""
         ...

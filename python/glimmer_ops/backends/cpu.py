@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,6 +12,23 @@ import torch
 from .. import _native
 from ..ops._contract import Op
 from ._backend import Allocator, Variant
+
+
+class CpuTimer:
+    def __init__(self, op: Op, arg_sets: Sequence[Sequence[Any]], variant: Variant) -> None:
+        self._variant = variant
+        with self._selected():
+            self._timer = _native.Timer(op.name, op.arg_names, arg_sets)
+        self.outs = self._timer.outs
+
+    def run(self, start: int, warm: int, calls: int) -> int:
+        with self._selected():
+            return self._timer.run(start, warm, calls)
+
+    @contextlib.contextmanager
+    def _selected(self) -> Iterator[None]:
+        with _native.use_isa(self._variant.isa), _native.use_exact(self._variant.exact):
+            yield
 
 
 class Cpu:
@@ -39,6 +57,9 @@ class Cpu:
 
     def poison_scratch(self) -> AbstractContextManager[None]:
         return _native.poison_scratch()
+
+    def timer(self, op: Op, arg_sets: Sequence[Sequence[Any]], variant: Variant) -> CpuTimer:
+        return CpuTimer(op, arg_sets, variant)
 
 
 BACKEND = Cpu()

@@ -37,6 +37,7 @@ class Case:
 
     make returns fresh, deterministic arguments. `error`, when set, is text that the refusal of this
     case must contain. `nmse` overrides the op's bound and then `why` says for what reason.
+    `resident`, for benches: in real use these arguments are in cache, as one row of activations is.
     """
 
     id: str
@@ -47,6 +48,7 @@ class Case:
     why: str = ""
     error: str = ""
     slow: bool = False
+    resident: bool = False
 
     def __post_init__(self) -> None:
         if self.nmse is not None and not self.why:
@@ -63,7 +65,8 @@ class Op:
     rows: arguments whose axis 0 is the row (token) axis. For at most 16 rows, the bits of an
     output row depend on that row alone (row invariance).
     qtypes: GGUF weight types, for ops that have weights. integer_nmse: the bound of the default
-    path with int8 activations, where an op has one besides the exact path.
+    path with int8 activations, where an op has one besides the exact path. bench: cases to measure,
+    such as the model's shapes, the most telling first; the slow ones are left out of a quick run.
     """
 
     name: str
@@ -78,6 +81,7 @@ class Op:
     qtypes: tuple[str, ...] = ()
     nmse: dict[str, float] = field(default_factory=lambda: dict(DEFAULT_NMSE))
     integer_nmse: float | None = None
+    bench: Callable[[], Iterable[Case]] | None = None
 
     @cached_property
     def arg_names(self) -> tuple[str, ...]:
@@ -109,6 +113,13 @@ class Op:
         if len(set(ids)) != len(ids):
             raise ValueError(f"{self.name}: case ids are not unique")
         return cases
+
+    def bench_cases(self, most: int = 3) -> list[Case]:
+        """What to measure: `bench`, else the ordinary cases of the highest cost."""
+        if self.bench is not None:
+            return list(self.bench())
+        costs = {c: self.cost(*c.make()) for c in self.all_cases() if not (c.error or c.slow)}
+        return sorted(costs, key=lambda c: -(costs[c].bytes + costs[c].flops))[:most]
 
     def bound(self, case: Case, exact: bool = True) -> float:
         """The NMSE that a backend may have on a case."""

@@ -124,6 +124,11 @@ def _args(
     return make
 
 
+def bench() -> Iterator[Case]:
+    for m in (1, 16, 512):
+        yield Case(f"{m}x6656", _args(m, 6656, torch.float32), resident=m < 512, slow=m == 16)
+
+
 OP = Op(
     name="add_rms_norm",
     args=(
@@ -136,4 +141,5 @@ OP = Op(
     cost=cost,
     returns=2,
     rows=("residual", "x"),
+    bench=bench,
 )

@@ -8,6 +8,7 @@ an id outside [0, N), before anything is written, and for another type or size.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -72,6 +73,24 @@ def _refusals() -> Iterator[Case]:
     yield refuse("ids-dims", "ids: expected 1 dimensions", ids.unsqueeze(0), rows, "Q4_K")
 
 
+def bench() -> Iterator[Case]:
+    """A short table: its rows count, not its length."""
+    for t in (1, 16, 512):
+        yield Case(
+            f"Q4_K/{t}x8192x6656",
+            partial(_bench_args, t),
+            qtype="Q4_K",
+            nmse=0.0,
+            why="decoding is bit-exact",
+            resident=t < 512,
+            slow=t == 16,
+        )
+
+
+def _bench_args(t: int) -> tuple[torch.Tensor, torch.Tensor, str]:
+    return *_args(t, 8192, 6656, "Q4_K"), "Q4_K"
+
+
 OP = Op(
     name="kquant_embedding",
     args="Tensor ids, Tensor weight, str qtype",
@@ -82,4 +101,5 @@ OP = Op(
     rows=("ids",),
     dtypes=("f32",),
     qtypes=tuple(QTYPES),
+    bench=bench,
 )

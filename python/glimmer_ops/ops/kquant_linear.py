@@ -17,7 +17,7 @@ import torch
 
 from ..gguf import QTYPES
 from ._contract import FLOAT_DTYPES, Case, Cost, Op, nbytes
-from ._kquant import INT8_QTYPES, SHAPES, edge_inputs, fixed, linear_inputs, matmul
+from ._kquant import INT8_QTYPES, K_QUANTS, SHAPES, edge_inputs, fixed, linear_inputs, matmul
 
 
 def fake(x: torch.Tensor, weight: torch.Tensor, qtype: str) -> torch.Tensor:
@@ -85,6 +85,21 @@ def _refusals() -> Iterator[Case]:
     yield refuse("x-dims", "x: expected 2 dimensions", x[0], rows, "Q4_K")
 
 
+def bench() -> Iterator[Case]:
+    """The model's projections (N, K), the widest at every M that decides a path."""
+
+    def case(qtype: str, m: int, n: int, k: int, slow: bool) -> Case:
+        return Case(f"{qtype}/{m}x{n}x{k}", _make(m, n, k, qtype), qtype=qtype, slow=slow)
+
+    for qtype in K_QUANTS:
+        for m in (1, 2, 4, 8, 16, 512):
+            yield case(qtype, m, 19968, 6656, slow=qtype != "Q4_K" or m in (2, 8))
+    for qtype in ("Q4_K", "Q6_K"):
+        yield case(qtype, 1, 6656, 19968, slow=True)
+    for n, k in ((4096, 6656), (256, 6656), (6656, 4096)):
+        yield case("Q4_K", 1, n, k, slow=True)
+
+
 OP = Op(
     name="kquant_linear",
     args="Tensor x, Tensor weight, str qtype",
@@ -95,4 +110,5 @@ OP = Op(
     rows=("x",),
     qtypes=tuple(QTYPES),
     integer_nmse=1e-4,
+    bench=bench,
 )

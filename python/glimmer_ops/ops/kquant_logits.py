@@ -92,6 +92,13 @@ def _make(
     return make
 
 
+def bench() -> Iterator[Case]:
+    """The model's head, an eighth of it in a quick run."""
+    for m, n in ((1, 25256), (1, 202048), (16, 202048)):
+        case_id = f"Q5_K/{m}x{n}x6656"
+        yield Case(case_id, _make(m, n, 6656, "Q5_K"), qtype="Q5_K", slow=n == 202048)
+
+
 OP = Op(
     name="kquant_logits",
     args="Tensor x, Tensor weight, str qtype, float multiplier, float cap",
@@ -102,4 +109,5 @@ OP = Op(
     rows=("x",),
     qtypes=tuple(QTYPES),
     integer_nmse=1e-4,
+    bench=bench,
 )

@@ -100,6 +100,12 @@ def _refusals() -> Iterator[Case]:
     yield refuse("k", "x: expected rows of a multiple of 256", narrow, q4, "Q4_K", q4, "Q4_K")
 
 
+def bench() -> Iterator[Case]:
+    for m in (1, 2, 4, 8, 16, 512):
+        make = _make(m, 19968, 6656, "Q4_K")
+        yield Case(f"Q4_K/{m}x19968x6656", make, qtype="Q4_K", slow=m not in (1, 512))
+
+
 OP = Op(
     name="kquant_swiglu",
     args="Tensor x, Tensor gate, str gate_qtype, Tensor up, str up_qtype",
@@ -111,4 +117,5 @@ OP = Op(
     qtypes=tuple(QTYPES),
     # The relative errors of two products of 1e-4 add up; silu keeps theirs about as it is.
     integer_nmse=2e-4,
+    bench=bench,
 )

@@ -18,6 +18,7 @@ written page that is absent; two tokens that write one cache row.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -245,6 +246,14 @@ def _args(
     return make
 
 
+def bench() -> Iterator[Case]:
+    for t in (1, 16, 512):
+        run = [(0, 3000 + i) for i in range(t)]
+        make = _args(run, torch.float32, cache_dtype=torch.float16)
+        case = _case(f"{t}-tokens", "f32", make, "f16")
+        yield replace(case, resident=t < 512, slow=t == 16)
+
+
 OP = Op(
     name="qk_norm_rope_kv",
     args=(
@@ -257,4 +266,5 @@ OP = Op(
     cases=cases,
     cost=cost,
     rows=("q", "k", "v", "pos", "slot"),
+    bench=bench,
 )

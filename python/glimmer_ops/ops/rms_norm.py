@@ -93,6 +93,11 @@ def _args(
     return make
 
 
+def bench() -> Iterator[Case]:
+    for m in (1, 16, 512):
+        yield Case(f"{m}x6656", _args(m, 6656, torch.float32), resident=m < 512, slow=m == 16)
+
+
 OP = Op(
     name="rms_norm",
     args="Tensor x, Tensor? weight, float eps",
@@ -101,4 +106,5 @@ OP = Op(
     cases=cases,
     cost=cost,
     rows=("x",),
+    bench=bench,
 )

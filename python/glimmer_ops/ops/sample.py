@@ -237,6 +237,18 @@ def _refusals() -> Iterator[Case]:
         yield Case(f"refuse/{case_id}", make, error=error)
 
 
+def bench() -> Iterator[Case]:
+    """The model's vocabulary; the head has just written the logits, so they are in cache."""
+    for r in (1, 16):
+        for name, parameters in (
+            ("greedy", {"temperature": 0.0}),
+            ("top-p", {"top_p": 0.9}),
+            ("top-k", {"top_k": 40}),
+        ):
+            make = _args(r, 202048, **parameters)
+            yield Case(f"{name}/{r}x202048", make, resident=True, slow=r == 16)
+
+
 OP = Op(
     name="sample",
     args=(
@@ -248,4 +260,5 @@ OP = Op(
     cost=cost,
     rows=("logits", "temperature", "top_k", "top_p", "seed", "step"),
     dtypes=("f32",),
+    bench=bench,
 )

@@ -267,6 +267,23 @@ def _args(
     return make
 
 
+def bench() -> Iterator[Case]:
+    """The model's heads and caches: decoding with a long context, and chunks of a prompt."""
+
+    def case(
+        name: str, tokens: Iterable[tuple[int, int]], window: int = 0, slow: bool = False
+    ) -> Case:
+        make = _args(tokens, torch.float32, window=window, cache_dtype=torch.float16)
+        return Case(name, make, slow=slow)
+
+    for length in (4096, 32768, 512):
+        yield case(f"decode-kv{length}", [(0, length - 1)], slow=length == 512)
+    yield case("decode-kv32768-window2048", [(0, 32767)], 2048, slow=True)
+    yield case("verify16-kv4096", [(0, p) for p in range(4080, 4096)], slow=True)
+    yield case("prefill512-kv512", [(0, p) for p in range(512)])
+    yield case("prefill512-kv4096", [(0, p) for p in range(3584, 4096)], slow=True)
+
+
 OP = Op(
     name="sdpa",
     args=(
@@ -278,4 +295,5 @@ OP = Op(
     cases=cases,
     cost=cost,
     rows=("q", "pos", "slot", "gate"),
+    bench=bench,
 )
