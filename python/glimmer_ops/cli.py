@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -195,6 +196,9 @@ def run(
     logits: Annotated[
         Path | None, typer.Option(help="Write [T, vocab] float32: a row a given token.")
     ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Time every op; write a Chrome trace, or an .etdp ETDump.")
+    ] = None,
 ) -> None:
     """Continue a prompt and report prefill and decode speed."""
     from .run import Request
@@ -215,18 +219,26 @@ def run(
         threads=threads,
         ids_only=ids_only,
         logits=logits,
+        profile=profile,
     )
-    run_model(request, write=lambda text: print(text, end="", flush=True))
+    for table in run_model(request, write=lambda text: print(text, end="", flush=True)):
+        (errors if ids_only else console).print(table)
 
 
 @app.command()
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A .gguf, a .pte or a model folder.")],
+    file: Annotated[Path, typer.Argument(help="A .gguf, .pte or .ptd file or a model folder.")],
+    gguf: Annotated[Path | None, typer.Option(help="A program's GGUF, to compare bytes.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """What a file holds: methods, ops a layer, resident bytes by type, pools."""
-    from .inspect import inspect as report
+    """What a file holds: methods, ops a layer, weights by type, pools, arenas, constants."""
+    from .inspect import describe, tables
 
-    for table in report(file):
+    described = describe(file, gguf)
+    if json:
+        print(dumps(described, indent=2))
+        return
+    for table in tables(described):
         console.print(table)
 
 
