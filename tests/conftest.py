@@ -1,13 +1,15 @@
-"""Fixtures made once a run: tiny GGUF files and their exports."""
+"""Fixtures made once a run: tiny GGUF files and their exports; and the command line."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from glimmer_ops import cli
 from glimmer_ops.gguf import GGUFModel, load
 from glimmer_ops.lowering import ExportOptions, from_gguf, to_executorch
 from glimmer_ops.synth import synth
@@ -42,3 +44,21 @@ def exported(
         return to_executorch(from_gguf(model), folder / name, settings, Tokenizer.from_gguf(model))
 
     return make
+
+
+@pytest.fixture
+def glimmer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """glimmer("ops"): (exit status, stdout, stderr) of a command, run in this process."""
+
+    def call(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["glimmer", *map(str, args)])
+        capsys.readouterr()
+        try:
+            cli.main()
+            status = 0
+        except SystemExit as exit_:
+            status = int(exit_.code or 0)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call

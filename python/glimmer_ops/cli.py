@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import sys
 import time
@@ -223,6 +224,46 @@ def run(
     )
     for table in run_model(request, write=lambda text: print(text, end="", flush=True)):
         (errors if ids_only else console).print(table)
+
+
+@app.command()
+def diff(
+    model: Annotated[
+        list[Path], typer.Option(help="A folder of `glimmer export`; twice for two, A then B.")
+    ],
+    tokens: Annotated[str, typer.Option(help="Token ids: 1,2,3 or @FILE.")],
+    path: Annotated[str | None, typer.Option(help="exact or int8; exact,int8 for A and B.")] = None,
+    isa: Annotated[str | None, typer.Option(help="An ISA; scalar,avx2 for A and B.")] = None,
+    chunk: Annotated[int | None, typer.Option(help="Tokens a step; default: 16.")] = None,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="Run the decode method, not forward.")
+    ] = False,
+    tolerance: Annotated[
+        float | None, typer.Option(help="A fixed one, of a row's rms relative difference.")
+    ] = None,
+    bits: Annotated[bool, typer.Option("--bits", help="Any other bit is a difference.")] = False,
+    threads: Threads = 0,
+) -> None:
+    """The first layer and op where two exports, paths or ISAs part, and by how much.
+
+    Exit status 1 when they do. By default an op parts from the other side when a row of its output
+    differs by more than 1e-4 of its rms (2e-2 where both sides round activations to int8) and by
+    8 times more than the ops before it.
+    """
+    from . import diff as compare
+    from .run import parse_ids
+    from .session import set_threads
+
+    sides = compare.make_sides(model, path, isa)
+    set_threads(threads or len(os.sched_getaffinity(0)))
+    result = compare.diff(sides, parse_ids(tokens), chunk, tolerance, bits, decode)
+    for line in compare.summary(result):
+        console.print(line, markup=False, soft_wrap=True)
+    for table in compare.tables(result):
+        console.print(table)
+    console.print(compare.verdict(result), markup=False, soft_wrap=True)
+    if result.parted:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -53,12 +53,10 @@ def _layer_ops(method: Method) -> list[Description]:
     for layer, counts in ops.items():
         groups[tuple(sorted(counts.items()))].append(layer)
     described = []
-    for counts, layers in groups.items():
+    for same, layers in groups.items():
         named = [str(x) for x in layers if not isinstance(x, int)]
         numbered = ranges(x for x in layers if isinstance(x, int))
-        described.append(
-            {"layers": ", ".join(filter(None, (*named, numbered))), "ops": dict(counts)}
-        )
+        described.append({"layers": ", ".join(filter(None, (*named, numbered))), "ops": dict(same)})
     return described
 
 

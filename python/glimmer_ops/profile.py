@@ -38,7 +38,7 @@ class Recorder:
         self._model, self._whole = model, whole
         self._steps = 0
         self._sizes: list[int] = []
-        self._spool = tempfile.TemporaryFile()
+        self._spool = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the recorder)
 
     def step(self) -> None:
         """Call after every step."""
@@ -159,7 +159,7 @@ class Profile:
 
 
 def write_trace(profile: Profile, recorder: Recorder, out: IO[str]) -> None:
-    """Adds all of a recorder's dumps to the profile; writes their Chrome trace, one event a line."""
+    """Adds all of a recorder's dumps to the profile and writes their Chrome trace."""
     out.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
     separator = ""
     for dump in recorder.dumps():

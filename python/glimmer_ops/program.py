@@ -219,7 +219,8 @@ def _instruction(plan: Any, chain: int, index: int, call: Any) -> tuple[Instruct
     named = [i for i, value in enumerate(args) if _buffer_name(value)]
     weights = tuple(_weight(args[i : i + 2]) for i in named if _external(args[i]))
     pools = tuple(_pool(args[i]) for i in named if not _external(args[i]))
-    layers = [x.layer for x in (*weights, *pools) if x.layer is not None]
+    layers = [w.layer for w in weights if w.layer is not None]
+    layers += [p.layer for p in pools if p.layer is not None]
     # A sandwich tail ends one layer and norms the next one's input.
     layer = min(layers) if layers else None
     return Instruction(op, chain, index, UNKNOWN, weights, pools, delegate), layer
