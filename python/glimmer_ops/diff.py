@@ -395,8 +395,8 @@ def verdict(c: Comparison) -> str:
         how = f"rms relative {c.first.rms:.1e}, max abs {c.first.max_abs:.1e}"
         return f"first difference: position {c.first.position}, {c.first.key}: {how}"
     if c.drifted:
-        rms = f"{c.logits_rms:.1e} > {LOGITS_TOLERANCE:g}"
-        return f"the logits part, rms relative {rms}, by drift: no op stands out"
+        found = f"{c.logits_rms:.1e} > {LOGITS_TOLERANCE:g}"
+        return f"the logits part, rms relative {found}, by drift: no op stands out"
     if c.bits == 0:
         return "no difference: every bit is equal"
     rms = max(w.rms for w in c.worst.values())
