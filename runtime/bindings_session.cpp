@@ -6,6 +6,7 @@
 #include <map>
 
 #include "bindings.h"
+#include "flat_tensor.h"
 #include "page_pool.h"
 #include "program.h"
 #include "session.h"
@@ -143,6 +144,27 @@ class PyModel : public Model {
   std::map<std::pair<int64_t, char>, py::array> pools_;  // alive as long as their addresses are
 };
 
+TraceKind to_trace_kind(const std::string& kind) {
+  if (kind.empty()) return TraceKind::None;
+  if (kind == "times") return TraceKind::Times;
+  if (kind == "outputs") return TraceKind::Outputs;
+  throw py::value_error("trace: expected 'times', 'outputs' or '', found '" + kind + "'");
+}
+
+py::tuple take_trace(Model& model) {
+  Trace trace = model.take_trace();
+  py::list outputs;
+  for (OpOutput& o : trace.outputs) {
+    py::tuple sizes(o.shape.ndim);
+    for (int d = 0; d < o.shape.ndim; ++d) sizes[d] = o.shape.sizes[d];
+    outputs.append(py::make_tuple(o.method, o.chain, o.instruction, o.event,
+                                  dtype_name(o.shape.dtype), sizes,
+                                  py::bytes(o.data.data(), o.data.size())));
+    o.data = {};
+  }
+  return py::make_tuple(py::bytes(trace.etdump), outputs);
+}
+
 void check_signals() {
   py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -271,13 +293,27 @@ void bind_model(py::module_& m) {
       .def_readonly("seed", &SamplingParams::seed);
   py::class_<Model, PyModel, std::shared_ptr<Model>>(m, "Model")
       .def(py::init<ModelLimits>(), py::arg("limits"))
-      .def_property_readonly("limits", &Model::limits);
+      .def_property_readonly("limits", &Model::limits)
+      .def("take_trace", &take_trace,
+           "(ETDump, outputs) since the last take: bytes, and for each output a tuple (method, "
+           "chain, instruction, event, dtype, shape, bytes).");
   m.def(
       "load_program",
-      [](const std::string& pte, const std::string& ptd) {
-        return std::shared_ptr<Model>(without_gil([&] { return load_program(pte, ptd); }));
+      [](const std::string& pte, const std::string& ptd, const std::string& trace) {
+        const TraceKind kind = to_trace_kind(trace);
+        return std::shared_ptr<Model>(without_gil([&] { return load_program(pte, ptd, kind); }));
       },
-      py::arg("pte"), py::arg("ptd") = "");
+      py::arg("pte"), py::arg("ptd") = "", py::arg("trace") = "");
+  m.def("tick_nanoseconds", &tick_nanoseconds, "Nanoseconds of a tick, the unit of an ETDump.");
+  m.def(
+      "data_file_tensors",
+      [](const std::string& path) {
+        std::vector<std::pair<std::string, uint64_t>> tensors;
+        for (const FlatTensorEntry& e : read_flat_tensor_entries(path))
+          tensors.emplace_back(e.key, e.bytes);
+        return tensors;
+      },
+      py::arg("path"), "(key, bytes) of every tensor of a .ptd file.");
 }
 
 void bind_session_class(py::module_& m) {

@@ -67,11 +67,22 @@ Status call(int i, et::Span<et::EValue*> stack) {
   return run_op(i, args, outs);
 }
 
+Status profiled_call(int i, et::EventTracer* tracer, et::Span<et::EValue*> stack) {
+  et::internal::EventTracerProfileOpScope scope(tracer, op_name(i));
+  return call(i, stack);
+}
+
+void log_outputs(int i, et::EventTracer* tracer, et::Span<et::EValue*> stack) {
+  const OpKernel& kernel = op_kernel(i);
+  for (int o = 0; tracer && o < kernel.n_outs; ++o)
+    et::internal::event_tracer_log_evalue(tracer, *stack[kernel.n_args + o]);
+}
+
 template <int I>
 void entry(et::KernelRuntimeContext& ctx, et::Span<et::EValue*> stack) {
-  et::internal::EventTracerProfileOpScope scope(ctx.internal_event_tracer(), op_name(I));
-  const Status status = call(I, stack);
-  if (status.ok()) return;
+  et::EventTracer* tracer = ctx.internal_event_tracer();
+  const Status status = profiled_call(I, tracer, stack);
+  if (status.ok()) return log_outputs(I, tracer, stack);
   const std::string message = std::string(op_name(I)) + ": " + status.message();
   ET_LOG(Error, "glimmer::%s", message.c_str());
   set_op_error(message);

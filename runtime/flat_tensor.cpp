@@ -145,22 +145,23 @@ std::vector<uint64_t> segment_sizes(const Reader& r, uint64_t root, uint64_t dat
   return sizes;
 }
 
-std::vector<std::string> read_keys(const Reader& r, uint64_t data_size) {
+std::vector<FlatTensorEntry> read_entries(const Reader& r, uint64_t data_size) {
   const uint64_t root = r.follow(0);
   const std::vector<uint64_t> sizes = segment_sizes(r, root, data_size);
   const auto entries = r.vector(root, 2, 4);
   if (entries.size == 0) r.damaged("it holds no tensor");
-  std::vector<std::string> keys;
+  std::vector<FlatTensorEntry> result;
   for (uint64_t i = 0; i < entries.size; ++i) {
     const uint64_t table = r.follow(entries.begin + 4 * i);
-    keys.push_back(r.string(table, 0));
+    const std::string key = r.string(table, 0);
     const uint32_t segment = r.scalar<uint32_t>(table, 1);
-    if (segment >= sizes.size()) r.damaged(keys.back() + " has no data");
+    if (segment >= sizes.size()) r.damaged(key + " has no data");
     const auto layout = r.field(table, 2);
-    if (layout && layout_bytes(r, r.follow(*layout), keys.back()) > sizes[segment])
-      r.damaged(keys.back() + " is larger than its data");
+    const uint64_t bytes = layout ? layout_bytes(r, r.follow(*layout), key) : sizes[segment];
+    if (bytes > sizes[segment]) r.damaged(key + " is larger than its data");
+    result.push_back({key, bytes});
   }
-  return keys;
+  return result;
 }
 
 }  // namespace
@@ -179,7 +180,7 @@ void check_extent(const std::string& path, uint64_t size, uint64_t base, uint64_
                        std::to_string(length) + " bytes, found " + std::to_string(size));
 }
 
-std::vector<std::string> read_flat_tensor_keys(const std::string& path) {
+std::vector<FlatTensorEntry> read_flat_tensor_entries(const std::string& path) {
   const uint64_t size = checked_file_size(path);
   if (size < FlatTensorHeader::kNumHeadBytes)
     bad_file(path, "expected an ExecuTorch data file, found " + std::to_string(size) + " bytes");
@@ -197,8 +198,14 @@ std::vector<std::string> read_flat_tensor_keys(const std::string& path) {
   check_extent(path, size, header->flatbuffer_offset, header->flatbuffer_size);
   check_extent(path, size, header->segment_base_offset, header->segment_data_size);
   const auto tables = load(header->flatbuffer_offset + header->flatbuffer_size);
-  return read_keys(Reader(path, static_cast<const uint8_t*>(tables.data()), tables.size()),
-                   header->segment_data_size);
+  return read_entries(Reader(path, static_cast<const uint8_t*>(tables.data()), tables.size()),
+                      header->segment_data_size);
+}
+
+std::vector<std::string> read_flat_tensor_keys(const std::string& path) {
+  std::vector<std::string> keys;
+  for (const FlatTensorEntry& entry : read_flat_tensor_entries(path)) keys.push_back(entry.key);
+  return keys;
 }
 
 }  // namespace glimmer

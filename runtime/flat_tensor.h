@@ -7,8 +7,14 @@
 
 namespace glimmer {
 
-// The keys of all tensors of the file. Throws std::invalid_argument, naming the file, when it is
+struct FlatTensorEntry {
+  std::string key;
+  uint64_t bytes = 0;
+};
+
+// Every tensor of the file. Throws std::invalid_argument, naming the file, when it is
 // missing, truncated or damaged.
+std::vector<FlatTensorEntry> read_flat_tensor_entries(const std::string& path);
 std::vector<std::string> read_flat_tensor_keys(const std::string& path);
 
 // The size of a regular file, as these checks report it.

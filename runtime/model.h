@@ -4,11 +4,13 @@
 
 #include <atomic>
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "glimmer/tensor.h"
+#include "trace.h"
 
 namespace glimmer {
 
@@ -80,6 +82,10 @@ class Model {
   virtual void copy_page(LayerKind kind, int64_t src, int64_t dst) = 0;
   // [pages, kv_heads, page_size, head_dim] of one layer; part is 'k' or 'v'.
   virtual Tensor pool(int64_t layer, char part) = 0;
+  // What the calls since the last take reported, if the model was loaded with a trace.
+  virtual Trace take_trace() {
+    throw std::runtime_error("model: expected one loaded with a trace");
+  }
 
   std::atomic<bool> attached{false};  // a session uses this model
 

@@ -15,6 +15,7 @@
 #include "executorch_tensor.h"
 #include "flat_tensor.h"
 #include "op_call.h"
+#include "tracers.h"
 
 namespace glimmer {
 namespace {
@@ -105,10 +106,11 @@ class OpenModule : public Module {
 class ProgramModel : public Model {
  public:
   // keys: those of the data file
-  ProgramModel(const std::string& pte, const std::string& ptd, const std::vector<std::string>& keys)
+  ProgramModel(const std::string& pte, const std::string& ptd, const std::vector<std::string>& keys,
+               TraceKind trace)
       : Model({}),
         module_(pte, ptd.empty() ? std::vector<std::string>{} : std::vector<std::string>{ptd},
-                Module::LoadMode::Mmap, nullptr, nullptr, nullptr,
+                Module::LoadMode::Mmap, make_tracer(trace, tracer_), nullptr, nullptr,
                 /*share_memory_arenas=*/true) {
     LogCapture log;
     if (module_.load(et::Program::Verification::InternalConsistency) != et::Error::Ok)
@@ -121,7 +123,10 @@ class ProgramModel : public Model {
     }
     check_tables();
     find_pools();
+    if (tracer_) tracer_->take();  // what loading reported
   }
+
+  Trace take_trace() override { return tracer_ ? tracer_->take() : Model::take_trace(); }
 
   void embed(const std::vector<int64_t>& ids, std::vector<float>& embeds) override {
     const int64_t n = static_cast<int64_t>(ids.size());
@@ -192,6 +197,7 @@ class ProgramModel : public Model {
   EtTensor execute(const char* method, const std::vector<TensorPtr>& inputs) {
     LogCapture log;
     take_op_error();
+    if (tracer_) tracer_->set_method(method);
     const std::vector<et::EValue> values(inputs.begin(), inputs.end());
     const auto result = module_.execute(method, values);
     if (!result.ok()) fail(std::string(method) + " failed", result.error(), log);
@@ -338,6 +344,7 @@ class ProgramModel : public Model {
     }
   }
 
+  Tracer* tracer_ = nullptr;  // module_ owns it
   OpenModule module_;
   int64_t dim_ = 0;
   std::vector<Tensor> pools_;  // k and v of layer 0, of layer 1, ...
@@ -345,12 +352,13 @@ class ProgramModel : public Model {
 
 }  // namespace
 
-std::unique_ptr<Model> load_program(const std::string& pte, const std::string& ptd) {
+std::unique_ptr<Model> load_program(const std::string& pte, const std::string& ptd,
+                                    TraceKind trace) {
   install_log_filter();
   check_pte(pte);
   std::vector<std::string> keys;
   if (!ptd.empty()) keys = read_flat_tensor_keys(ptd);
-  return std::make_unique<ProgramModel>(pte, ptd, keys);
+  return std::make_unique<ProgramModel>(pte, ptd, keys, trace);
 }
 
 }  // namespace glimmer

@@ -1,13 +1,15 @@
-"""Tiny GGUF files and their exports, made once a run, and the size of the thread pool."""
+"""Tiny GGUF files and their exports, made once a run; the thread pool; the command line."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from glimmer_ops import cli
 from glimmer_ops.gguf import GGUFModel, load
 from glimmer_ops.lowering import ExportOptions, from_gguf, to_executorch
 from glimmer_ops.synth import synth
@@ -56,3 +58,21 @@ def threads() -> Iterator[Callable[[int], None]]:
     before = portable_lib._threadpool_get_thread_count()
     yield resize
     resize(before)
+
+
+@pytest.fixture
+def glimmer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """glimmer("ops"): (exit status, stdout, stderr) of a command, run in this process."""
+
+    def call(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["glimmer", *map(str, args)])
+        capsys.readouterr()
+        try:
+            cli.main()
+            status = 0
+        except SystemExit as exit_:
+            status = int(exit_.code or 0)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call

@@ -12,35 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from glimmer_ops import cli
 from glimmer_ops.lowering.export import FILES
-
-
-@pytest.fixture
-def glimmer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    """glimmer("ops"): (exit status, stdout, stderr) of a command, run in this process."""
-
-    def call(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["glimmer", *map(str, args)])
-        capsys.readouterr()
-        try:
-            cli.main()
-            status = 0
-        except SystemExit as exit_:
-            status = int(exit_.code or 0)
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return call
-
-
-def _refused(result: tuple[int, str, str], *words: str) -> None:
-    status, out, err = result
-    assert status == 1, result
-    assert err.startswith("error: ") and err.count("\n") == 1, err
-    assert "Traceback" not in out + err
-    for word in words:
-        assert word in err, err
+from support.cli import refused
 
 
 def test_ops_lists_every_op(glimmer) -> None:
@@ -57,9 +30,9 @@ def test_check_one_op(glimmer) -> None:
 
 
 def test_check_refuses_unknown_names(glimmer) -> None:
-    _refused(glimmer("check", "--op", "softmax"), "--op: expected one of", "'softmax'")
-    _refused(glimmer("check", "--backend", "tpu"), "--backend: expected one of", "'tpu'")
-    _refused(glimmer("check", "--op", "rms_norm", "--case", "x"), "no case has the id 'x'")
+    refused(glimmer("check", "--op", "softmax"), "--op: expected one of", "'softmax'")
+    refused(glimmer("check", "--backend", "tpu"), "--backend: expected one of", "'tpu'")
+    refused(glimmer("check", "--op", "rms_norm", "--case", "x"), "no case has the id 'x'")
 
 
 def test_synth_export_run_inspect(glimmer, tmp_path: Path) -> None:
@@ -115,7 +88,7 @@ def test_greedy_ids_do_not_depend_on_the_chunk(glimmer, exported) -> None:
     ],
 )
 def test_run_refuses(glimmer, exported, args, words) -> None:
-    _refused(glimmer("run", "--model", exported("Q4_K_M"), *args), *words)
+    refused(glimmer("run", "--model", exported("Q4_K_M"), *args), *words)
 
 
 def test_run_refuses_another_models_weights(glimmer, exported, tmp_path: Path) -> None:
@@ -123,7 +96,7 @@ def test_run_refuses_another_models_weights(glimmer, exported, tmp_path: Path) -
         source = exported("Q6_K" if name == "model.ptd" else "Q4_K_M")
         (tmp_path / name).write_bytes((source / name).read_bytes())
     result = glimmer("run", "--model", tmp_path, "--tokens", "1")
-    _refused(result, "model.ptd", "holds weights", "expected")
+    refused(result, "model.ptd", "holds weights", "expected")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +107,7 @@ def test_run_refuses_a_damaged_generation_config(glimmer, exported, tmp_path, te
         (tmp_path / name).write_bytes((exported("Q4_K_M") / name).read_bytes())
     (tmp_path / "generation_config.json").write_text(text)
     result = glimmer("run", "--model", tmp_path, "--tokens", "1", "--max-new-tokens", "1")
-    _refused(result, "generation_config.json")
+    refused(result, "generation_config.json")
 
 
 def test_one_eos_id_need_not_be_a_list(glimmer, exported, tmp_path: Path) -> None:
@@ -164,12 +137,12 @@ def test_logits_that_cannot_be_written_leave_nothing(glimmer, exported, tmp_path
     target.mkdir()
     args = ("--tokens", "1,2", "--max-new-tokens", 0, "--logits", target)
     result = glimmer("run", "--model", exported("Q4_K_M"), *args)
-    _refused(result, "--logits: expected a file in an existing folder", "folder")
+    refused(result, "--logits: expected a file in an existing folder", "folder")
     assert [p.name for p in tmp_path.iterdir()] == ["folder"]
 
 
 def test_run_refuses_what_is_no_model(glimmer, tmp_path: Path) -> None:
-    _refused(glimmer("run", "--model", tmp_path, "--tokens", "1"), "model.pte")
+    refused(glimmer("run", "--model", tmp_path, "--tokens", "1"), "model.pte")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +160,7 @@ def test_run_refuses_what_is_no_model(glimmer, tmp_path: Path) -> None:
 )
 def test_export_refuses_and_leaves_nothing(glimmer, tiny_gguf, tmp_path, args, words) -> None:
     out = tmp_path / "model"
-    _refused(glimmer("export", "--gguf", tiny_gguf("Q4_K_M").path, "--out", out, *args), *words)
+    refused(glimmer("export", "--gguf", tiny_gguf("Q4_K_M").path, "--out", out, *args), *words)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -195,7 +168,7 @@ def test_export_refuses_a_truncated_gguf(glimmer, tiny_gguf, tmp_path: Path) -> 
     data = Path(tiny_gguf("Q4_K_M").path).read_bytes()
     file = tmp_path / "cut.gguf"
     file.write_bytes(data[: len(data) // 2])
-    _refused(glimmer("export", "--gguf", file, "--out", tmp_path / "model"), "cut.gguf")
+    refused(glimmer("export", "--gguf", file, "--out", tmp_path / "model"), "cut.gguf")
     assert [p.name for p in tmp_path.iterdir()] == ["cut.gguf"]
 
 
@@ -210,23 +183,23 @@ def test_export_that_fails_midway_leaves_nothing(
 
     monkeypatch.setattr(cpu, "verify", fail)
     result = glimmer("export", "--gguf", tiny_gguf("F16").path, "--out", tmp_path / "model")
-    _refused(result, "disk on fire")
+    refused(result, "disk on fire")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_synth_refuses(glimmer, tmp_path: Path) -> None:
     out = tmp_path / "x.gguf"
-    _refused(glimmer("synth", "--preset", "huge", "--out", out), "preset", "'huge'")
-    _refused(glimmer("synth", "--preset", "tiny", "--quant", "Q2_K", "--out", out), "'Q2_K'")
-    _refused(glimmer("synth", "--preset", "tiny", "--out", tmp_path / "no" / "x.gguf"))
+    refused(glimmer("synth", "--preset", "huge", "--out", out), "preset", "'huge'")
+    refused(glimmer("synth", "--preset", "tiny", "--quant", "Q2_K", "--out", out), "'Q2_K'")
+    refused(glimmer("synth", "--preset", "tiny", "--out", tmp_path / "no" / "x.gguf"))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_inspect_refuses(glimmer, tmp_path: Path) -> None:
-    _refused(glimmer("inspect", tmp_path / "none.gguf"), "none.gguf")
+    refused(glimmer("inspect", tmp_path / "none.gguf"), "none.gguf")
     junk = tmp_path / "junk.pte"
     junk.write_bytes(b"\0" * 100)
-    _refused(glimmer("inspect", junk), "junk.pte")
+    refused(glimmer("inspect", junk), "junk.pte")
 
 
 def test_inspect_refuses_a_damaged_program(glimmer, exported, tmp_path: Path) -> None:
@@ -238,7 +211,7 @@ def test_inspect_refuses_a_damaged_program(glimmer, exported, tmp_path: Path) ->
         file.write_bytes(data[:at] + bytes([data[at] ^ 0x80]) + data[at + 1 :])
         result = glimmer("inspect", file)
         if result[0] != 0:
-            _refused(result, "damaged.pte")
+            refused(result, "damaged.pte")
             refused += 1
     assert refused > 5
 

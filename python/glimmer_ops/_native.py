@@ -47,14 +47,15 @@ def executorch_root() -> str:
 
 
 def _load() -> Any:
-    # Loaded first, so that our library finds it wherever the package lies.
-    runtime = Path(executorch_root()) / "lib" / "libexecutorch.so"
+    # Loaded first, so that our library finds them wherever the package lies.
+    folder = Path(executorch_root()) / "lib"
+    runtimes = [folder / name for name in ("libexecutorch.so", "libexecutorch_etdump.so")]
     installed = metadata.version("executorch")
     from ._build import EXECUTORCH_VERSION  # type: ignore[import-not-found]  # written by CMake
 
     check_executorch(EXECUTORCH_VERSION, installed)
     try:
-        if runtime.exists():
+        for runtime in filter(Path.exists, runtimes):
             ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
         from . import _C  # type: ignore[attr-defined]
     except (ImportError, OSError) as error:

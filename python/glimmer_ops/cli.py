@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -252,6 +254,9 @@ def run(
     logits: Annotated[
         Path | None, typer.Option(help="Write [T, vocab] float32: a row a given token.")
     ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Time every op; write a Chrome trace, or an .etdp ETDump.")
+    ] = None,
 ) -> None:
     """Continue a prompt and report prefill and decode speed."""
     from .run import Request
@@ -272,18 +277,66 @@ def run(
         threads=threads,
         ids_only=ids_only,
         logits=logits,
+        profile=profile,
     )
-    run_model(request, write=lambda text: print(text, end="", flush=True))
+    for table in run_model(request, write=lambda text: print(text, end="", flush=True)):
+        (errors if ids_only else console).print(table)
+
+
+@app.command()
+def diff(
+    model: Annotated[
+        list[Path], typer.Option(help="A folder of `glimmer export`; twice for two, A then B.")
+    ],
+    tokens: Annotated[str, typer.Option(help="Token ids: 1,2,3 or @FILE.")],
+    path: Annotated[str | None, typer.Option(help="exact or int8; exact,int8 for A and B.")] = None,
+    isa: Annotated[str | None, typer.Option(help="An ISA; scalar,avx2 for A and B.")] = None,
+    chunk: Annotated[int | None, typer.Option(help="Tokens a step; default: 16.")] = None,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="Run the decode method, not forward.")
+    ] = False,
+    tolerance: Annotated[
+        float | None, typer.Option(help="A fixed one, of a row's rms relative difference.")
+    ] = None,
+    bits: Annotated[bool, typer.Option("--bits", help="Any other bit is a difference.")] = False,
+    threads: Threads = 0,
+) -> None:
+    """The first layer and op where two exports, paths or ISAs part, and by how much.
+
+    Exit status 1 when they do. By default an op parts from the other side when a row of its output
+    differs by more than 1e-4 of its rms (2e-2 where both sides round activations to int8) and by
+    8 times more than the ops before it.
+    """
+    from . import diff as compare
+    from .run import parse_ids
+    from .session import set_threads
+
+    sides = compare.make_sides(model, path, isa)
+    set_threads(threads or len(os.sched_getaffinity(0)))
+    result = compare.diff(sides, parse_ids(tokens), chunk, tolerance, bits, decode)
+    for line in compare.summary(result):
+        console.print(line, markup=False, soft_wrap=True)
+    for table in compare.tables(result):
+        console.print(table)
+    console.print(compare.verdict(result), markup=False, soft_wrap=True)
+    if result.parted:
+        raise typer.Exit(1)
 
 
 @app.command()
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A .gguf, a .pte or a model folder.")],
+    file: Annotated[Path, typer.Argument(help="A .gguf, .pte or .ptd file or a model folder.")],
+    gguf: Annotated[Path | None, typer.Option(help="A program's GGUF, to compare bytes.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """What a file holds: methods, ops a layer, resident bytes by type, pools."""
-    from .inspect import inspect as report
+    """What a file holds: methods, ops a layer, weights by type, pools, arenas, constants."""
+    from .inspect import describe, tables
 
-    for table in report(file):
+    described = describe(file, gguf)
+    if json:
+        print(dumps(described, indent=2))
+        return
+    for table in tables(described):
         console.print(table)
 
 

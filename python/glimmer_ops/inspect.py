@@ -1,150 +1,333 @@
-"""`glimmer inspect`: what a GGUF file or an exported program holds, without running it."""
+"""`glimmer inspect`: what a GGUF file, a program or a data file holds, without running it.
+
+`describe` gives plain data, as `--json` prints it; `tables` renders it for people. Nothing here
+reads weights: only headers.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from . import gguf
+from ._native import _C
+from .program import Method, Program, Weight, read_program
+from .tokenizer import Tokenizer, TokenizerError
+
+Description = dict[str, Any]
 
 
-@dataclass
-class MethodReport:
-    """One method of a program: its instructions in order, and the bytes it plans.
-
-    `arenas` are the planned sizes; methods share the arena that holds the pools.
-    """
-
-    name: str
-    instructions: list[str] = field(default_factory=list)  # op names, or kinds of instruction
-    arenas: list[int] = field(default_factory=list)
-
-    @property
-    def calls(self) -> Counter[str]:
-        return Counter(self.instructions)
-
-    @property
-    def delegates(self) -> int:
-        return self.calls["DelegateCall"]
-
-    @property
-    def per_layer(self) -> float | None:
-        """Instructions a layer: the mean distance between one attention and the next."""
-        at = [i for i, name in enumerate(self.instructions) if name == "glimmer::sdpa"]
-        return (at[-1] - at[0]) / (len(at) - 1) if len(at) > 1 else None
-
-
-@dataclass
-class ProgramReport:
-    methods: list[MethodReport]
-    pools: dict[str, int]  # bytes of each mutable buffer, by name
-    constants: dict[str, int]  # bytes of each external weight, by name
-
-
-def _read_program(path: Path) -> Any:
-    from executorch.exir._serialize._program import deserialize_pte_binary
-
-    data = path.read_bytes()
-    if len(data) < 8 or data[4:6] != b"ET":
-        raise ValueError(f"{path}: expected an ExecuTorch program, found no ET header")
-    try:
-        return deserialize_pte_binary(data).program
-    except Exception as error:  # flatbuffers raises whatever a damaged table leads to
-        raise ValueError(f"{path}: damaged ExecuTorch program: {error}") from error
-
-
-def _tensor_bytes(tensor: Any) -> int:
-    from executorch.exir.tensor import get_scalar_type, num_bytes_from_shape_and_dtype
-
-    return num_bytes_from_shape_and_dtype(tensor.sizes, get_scalar_type(tensor.scalar_type))
-
-
-def _method(plan: Any, pools: dict[str, int], constants: dict[str, int]) -> MethodReport | None:
-    from executorch.exir.schema import KernelCall, Tensor, TensorDataLocation
-
-    report = MethodReport(plan.name, arenas=list(plan.non_const_buffer_sizes)[1:])
-    for chain in plan.chains:
-        for instruction in chain.instructions:
-            call = instruction.instr_args
-            kernel = isinstance(call, KernelCall)
-            name = plan.operators[call.op_index].name if kernel else type(call).__name__
-            report.instructions.append(name)
-    for value in plan.values:
-        tensor = value.val
-        info = tensor.extra_tensor_info if isinstance(tensor, Tensor) else None
-        if info is None or not info.fully_qualified_name:
-            continue
-        external = info.location == TensorDataLocation.EXTERNAL
-        (constants if external else pools)[info.fully_qualified_name] = _tensor_bytes(tensor)
-    return report if report.instructions else None
-
-
-def program_report(path: Path) -> ProgramReport:
-    """Methods, pools and external weights of a .pte. ValueError for a file that is none."""
-    program = _read_program(path)
-    pools: dict[str, int] = {}
-    constants: dict[str, int] = {}
-    try:
-        reports = [_method(plan, pools, constants) for plan in program.execution_plan]
-    except (AttributeError, LookupError, TypeError) as error:
-        raise ValueError(f"{path}: damaged ExecuTorch program: {error}") from error
-    return ProgramReport([r for r in reports if r], pools, constants)
-
-
-def _program_tables(path: Path) -> Iterator[Table]:
-    report = program_report(path)
-    methods = Table(
-        "method", "instructions", "a layer", "delegates", "planned bytes", title=str(path)
-    )
-    for m in report.methods:
-        per_layer = "-" if m.per_layer is None else f"{m.per_layer:g}"
-        planned = " + ".join(f"{n:,}" for n in m.arenas)
-        methods.add_row(m.name, str(len(m.instructions)), per_layer, str(m.delegates), planned)
-    yield methods
-    calls = Table("op", *(m.name for m in report.methods))
-    for op in sorted({op for m in report.methods for op in m.calls}):
-        calls.add_row(op, *(str(m.calls[op]) for m in report.methods))
-    yield calls
-    sizes = Table("resident", "tensors", "bytes")
-    sizes.add_row(
-        "weights (.ptd)", str(len(report.constants)), f"{sum(report.constants.values()):,}"
-    )
-    sizes.add_row("page pools", str(len(report.pools)), f"{sum(report.pools.values()):,}")
-    yield sizes
-
-
-def _gguf_tables(path: Path) -> Iterator[Table]:
-    model = gguf.load(path)
-    config = Table("hyper-parameter", "value", title=str(path))
-    for name, value in vars(model.config).items():
-        if name == "sliding":
-            letters = "".join("s" if s else "G" for s in value)
-            config.add_row("layers (s sliding, G global)", letters)
+def ranges(numbers: Iterable[int]) -> str:
+    """ "0-2, 5" for 0, 1, 2 and 5."""
+    runs: list[list[int]] = []
+    for n in sorted(numbers):
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
         else:
-            config.add_row(name, f"{value:g}" if isinstance(value, float) else str(value))
-    yield config
-    types = Table("type", "tensors", "bytes")
+            runs.append([n, n])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _tally(items: Iterable[tuple[str, int]]) -> Description:
+    """Number and bytes by type, the largest first."""
     count, size = Counter[str](), Counter[str]()
-    for tensor in model.tensors.values():
-        count[tensor.qtype] += 1
-        size[tensor.qtype] += tensor.nbytes
-    for qtype in sorted(count):
-        types.add_row(qtype, str(count[qtype]), f"{size[qtype]:,}")
-    types.add_row("all", str(count.total()), f"{size.total():,}")
-    yield types
+    for qtype, nbytes in items:
+        count[qtype] += 1
+        size[qtype] += nbytes
+    return {t: {"tensors": count[t], "bytes": n} for t, n in size.most_common()}
 
 
-def inspect(path: Path) -> Iterator[Table]:
-    """Tables that describe a .gguf file, a .pte program or a model folder."""
+# --- programs ------------------------------------------------------------------------------------
+
+
+def _layer_ops(method: Method) -> list[Description]:
+    """The ops of layers, layers with equal ones together; embed and head likewise."""
+    ops: dict[int | str, Counter[str]] = defaultdict(Counter)
+    for instruction in method.instructions:
+        ops[instruction.layer][instruction.name] += 1
+    groups: dict[tuple[tuple[str, int], ...], list[int | str]] = defaultdict(list)
+    for layer, counts in ops.items():
+        groups[tuple(sorted(counts.items()))].append(layer)
+    described = []
+    for same, layers in groups.items():
+        named = [str(x) for x in layers if not isinstance(x, int)]
+        numbered = ranges(x for x in layers if isinstance(x, int))
+        described.append({"layers": ", ".join(filter(None, (*named, numbered))), "ops": dict(same)})
+    return described
+
+
+def _method(method: Method) -> Description:
+    return {
+        "name": method.name,
+        "inputs": [str(x) for x in method.inputs],
+        "outputs": [str(x) for x in method.outputs],
+        "instructions": len(method.instructions),
+        "instructions_per_layer": method.per_layer,
+        "delegates": dict(method.delegates),
+        "arenas": method.arenas,
+        "ops": dict(sorted(method.calls.items())),
+        "layers": _layer_ops(method),
+        "weight_bytes_per_row": method.weight_bytes,
+    }
+
+
+def _pools(program: Program) -> list[Description]:
+    """Pools of one shape and layer kind together."""
+    sliding = program.constants.get("get_sliding_layers")
+    groups: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    for pool in program.pools.values():
+        known = isinstance(sliding, list) and pool.layer is not None and pool.layer < len(sliding)
+        kind = ("sliding" if sliding[pool.layer] else "global") if known else "other"  # type: ignore[index]
+        groups[kind, str(pool.tensor)].append(pool)
+    return [
+        {
+            "kind": kind,
+            "layers": ranges({p.layer for p in pools if p.layer is not None}),
+            "tensor": tensor,
+            "tensors": len(pools),
+            "pages": pools[0].tensor.sizes[0] if pools[0].tensor.sizes else 0,
+            "bytes": sum(p.tensor.nbytes for p in pools),
+        }
+        for (kind, tensor), pools in sorted(groups.items())
+    ]
+
+
+def _weights(program: Program) -> Description:
+    weights = program.weights.values()
+    decode = program.method("decode")
+    return {
+        "id": program.weights_id,
+        "tensors": len(weights),
+        "bytes": sum(w.tensor.nbytes for w in weights),
+        "by_type": _tally((w.qtype, w.tensor.nbytes) for w in weights),
+        "read_per_decode_token": decode.weight_bytes if decode else None,
+    }
+
+
+def _check_data_file(program: Program, path: Path | None) -> Description | None:
+    """The .ptd beside a program, and whether it holds what the program reads."""
+    if not program.weights:
+        return None
+    if path is None:
+        return {"path": None, "verdict": "missing"}
+    tensors = dict(_C.data_file_tensors(str(path)))
+    wrong = [w.name for w in program.weights.values() if not _same(w, tensors)]
+    ids = sorted({key.split(".")[0].removeprefix("weights_") for key in tensors})
+    verdict = "holds every weight of the program"
+    if wrong:
+        verdict = f"lacks {len(wrong)} weights of the program, the first {wrong[0]}"
+    return {
+        "path": str(path),
+        "weights_id": ", ".join(ids[:3]),
+        "tensors": len(tensors),
+        "bytes": path.stat().st_size,
+        "verdict": verdict,
+    }
+
+
+def _same(weight: Weight, tensors: dict[str, int]) -> bool:
+    return tensors.get(weight.name) == weight.tensor.nbytes
+
+
+def _describe_program(path: Path, data: Path | None, source: Path | None) -> Description:
+    program = read_program(path)
+    described: Description = {
+        "kind": "program",
+        "path": str(path),
+        "bytes": path.stat().st_size,
+        "methods": [_method(m) for m in program.methods],
+        "weights": _weights(program),
+        "data_file": _check_data_file(program, data),
+        "pools": _pools(program),
+        "constants": program.constants,
+    }
+    if source is not None:
+        nbytes = gguf.load(source).nbytes
+        ratio = described["weights"]["bytes"] / nbytes
+        described["gguf"] = {"path": str(source), "bytes": nbytes, "resident_ratio": ratio}
+    return described
+
+
+def _describe_data(path: Path) -> Description:
+    tensors = _C.data_file_tensors(str(path))
+    return {
+        "kind": "data",
+        "path": str(path),
+        "bytes": path.stat().st_size,
+        "tensors": dict(tensors),
+        "tensor_bytes": sum(n for _, n in tensors),
+    }
+
+
+# --- GGUF ----------------------------------------------------------------------------------------
+
+
+def _by_role(model: gguf.GGUFModel) -> Description:
+    """For each kind of tensor, which layers have which type; "" for a tensor of no layer."""
+    roles: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for name, tensor in model.tensors.items():
+        parts = name.removesuffix(".weight").split(".")
+        layer = [int(parts[1])] if parts[0] == "blk" else []
+        roles[parts[-1]][tensor.qtype].extend(layer)
+    return {role: {t: ranges(x) for t, x in types.items()} for role, types in roles.items()}
+
+
+def _tokenizer(model: gguf.GGUFModel) -> Description:
+    prefix = "tokenizer.ggml."
+    described: Description = {}
+    for key, value in model.metadata.items():
+        if key.startswith(prefix):  # of the lists only the lengths
+            single = isinstance(value, (str, bool, int, float))
+            described[key.removeprefix(prefix)] = value if single else len(value)
+    try:
+        tokenizer = Tokenizer.from_gguf(model)
+        described["verdict"] = "usable" if tokenizer else "none in the file"
+    except TokenizerError as error:
+        described["verdict"] = f"not usable: {error}"
+    return described
+
+
+def _describe_gguf(path: Path) -> Description:
+    model = gguf.load(path)
+    tensors = model.tensors.values()
+    config = dict(vars(model.config))
+    config["sliding"] = [bool(s) for s in config["sliding"]]
+    return {
+        "kind": "gguf",
+        "path": str(path),
+        "bytes": path.stat().st_size,
+        "config": config,
+        "tensors": len(model.tensors),
+        "tensor_bytes": model.nbytes,
+        "by_type": _tally((t.qtype, t.nbytes) for t in tensors),
+        "by_role": _by_role(model),
+        "tokenizer": _tokenizer(model),
+    }
+
+
+def describe(path: Path, source: Path | None = None) -> Description:
+    """Plain data about a .gguf, .pte or .ptd file, or a folder with model.pte and model.ptd.
+
+    source: the GGUF file of an export, to compare sizes with. ValueError, naming the file, for a
+    file that is missing, damaged or of another kind.
+    """
     if path.is_dir():
         path = path / "model.pte"
-    if not path.exists():
-        raise ValueError(f"{path}: expected a .gguf, a .pte or a model folder, found nothing")
-    with open(path, "rb") as f:
-        magic = f.read(4)
-    yield from _gguf_tables(path) if magic == b"GGUF" else _program_tables(path)
+    try:
+        with open(path, "rb") as f:
+            magic = f.read(8)
+    except FileNotFoundError:
+        expected = "a .gguf, .pte or .ptd file or a model folder"
+        raise ValueError(f"{path}: expected {expected}, found nothing") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
+    is_program = magic[:4] != b"GGUF" and magic[4:6] != b"FT"
+    if source is not None and not is_program:
+        raise ValueError(f"--gguf: expected a program to compare with, found {path}")
+    if magic[:4] == b"GGUF":
+        return _describe_gguf(path)
+    if magic[4:6] == b"FT":
+        return _describe_data(path)
+    data = path.with_suffix(".ptd")
+    return _describe_program(path, data if data.exists() else None, source)
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def _table(*columns: str, title: str | None = None) -> Table:
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _pairs(values: Description, title: str | None = None) -> Table:
+    table = _table("name", "value", title=title)
+    for name, value in values.items():
+        table.add_row(name, f"{value:g}" if isinstance(value, float) else str(value))
+    return table
+
+
+def _types(by_type: Description, *more: tuple[str, int, int]) -> Table:
+    table = _table("type", "tensors", "bytes", "share")
+    total = sum(x["bytes"] for x in by_type.values())
+    for qtype, x in by_type.items():
+        share = f"{x['bytes'] / max(total, 1):.1%}"
+        table.add_row(qtype, str(x["tensors"]), f"{x['bytes']:,}", share)
+    table.add_row("all", str(sum(x["tensors"] for x in by_type.values())), f"{total:,}", "")
+    for name, count, nbytes in more:
+        table.add_row(name, str(count), f"{nbytes:,}", "")
+    return table
+
+
+def _method_tables(methods: list[Description]) -> Iterator[Table]:
+    table = _table("method", "instructions", "a layer", "delegates", "planned bytes")
+    signatures = _table("method", "inputs", "outputs")
+    layers = _table("method", "layers", "ops")
+    for m in methods:
+        per_layer = m["instructions_per_layer"]
+        delegates = ", ".join(f"{n} {k}" for k, n in m["delegates"].items()) or "0"
+        planned = " + ".join(f"{n:,}" for n in m["arenas"])
+        shown = "-" if per_layer is None else f"{per_layer:g}"
+        table.add_row(m["name"], str(m["instructions"]), shown, delegates, planned)
+        signatures.add_row(m["name"], "\n".join(m["inputs"]), "\n".join(m["outputs"]))
+        for i, group in enumerate(m["layers"]):
+            ops = ", ".join(f"{n} {op}" for op, n in group["ops"].items())
+            layers.add_row("" if i else m["name"], group["layers"], ops)
+    calls = _table("op", *(m["name"] for m in methods))
+    for op in sorted({op for m in methods for op in m["ops"]}):
+        calls.add_row(op, *(str(m["ops"].get(op, 0)) for m in methods))
+    yield from (table, signatures, calls, layers)
+
+
+def _program_tables(d: Description) -> Iterator[Table]:
+    weights, data = d["weights"], d["data_file"]
+    yield _pairs({"program": d["path"], "bytes": f"{d['bytes']:,}", "weights id": weights["id"]})
+    yield from _method_tables(d["methods"])
+    read = weights["read_per_decode_token"]
+    more = [] if read is None else [("read a decoded token", weights["tensors"], read)]
+    yield _types(weights["by_type"], *more)
+    if data is not None:
+        yield _pairs({f"data file {k}": f"{v:,}" if k == "bytes" else v for k, v in data.items()})
+    if "gguf" in d:
+        ratio = f"{d['gguf']['resident_ratio']:.4f}"
+        yield _pairs({"GGUF": d["gguf"]["path"], "resident weights / GGUF tensors": ratio})
+    pools = _table("pools", "layers", "each", "tensors", "pages", "bytes")
+    for p in d["pools"]:
+        cells = (p["kind"], p["layers"], p["tensor"], p["tensors"], p["pages"])
+        pools.add_row(*map(str, cells), f"{p['bytes']:,}")
+    pools.add_row("all", "", "", "", "", f"{sum(p['bytes'] for p in d['pools']):,}")
+    yield pools
+    yield _pairs(d["constants"], "constants")
+
+
+def _gguf_tables(d: Description) -> Iterator[Table]:
+    letters = "".join("s" if s else "G" for s in d["config"]["sliding"])
+    config = {k: v for k, v in d["config"].items() if k != "sliding"}
+    yield _pairs({**config, "layers (s sliding, G global)": letters}, d["path"])
+    yield _types(d["by_type"])
+    roles = _table("tensor", "types by layer")
+    for role, types in d["by_role"].items():
+        roles.add_row(role, "; ".join(f"{t}: {x}" if x else t for t, x in types.items()))
+    yield roles
+    yield _pairs(d["tokenizer"], "tokenizer")
+
+
+def _data_tables(d: Description) -> Iterator[Table]:
+    table = _table("tensor", "bytes", title=d["path"])
+    for key, nbytes in d["tensors"].items():
+        table.add_row(key, f"{nbytes:,}")
+    table.add_row(f"all {len(d['tensors'])}", f"{d['tensor_bytes']:,}")
+    table.add_row("file", f"{d['bytes']:,}")
+    yield table
+
+
+def tables(described: Description) -> Iterator[Table]:
+    """What `describe` gave, for people."""
+    kinds = {"program": _program_tables, "gguf": _gguf_tables, "data": _data_tables}
+    return kinds[described["kind"]](described)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import io
 import json
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
+from rich.table import Table
 
 from . import _native
-from .session import Generated, Sampling, Session, set_threads
+from .profile import Profile, Recorder, tables, write_etdump, write_trace
+from .program import read_program
+from .session import Generated, Sampling, Session, load_program, set_threads
 from .tokenizer import StreamDecoder, Tokenizer
 
 Write = Callable[[str], None]
@@ -35,6 +43,7 @@ class Request:
     threads: int = 0
     ids_only: bool = False
     logits: Path | None = None
+    profile: Path | None = None
 
 
 def parse_ids(text: str) -> list[int]:
@@ -88,57 +97,122 @@ def _prompt_ids(request: Request, tokenizer: Tokenizer | None) -> list[int]:
     return tokenizer.encode(request.prompt, bos=tokenizer.bos_id is not None)
 
 
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that takes the place of `path` when it is whole."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with open(partial, "wb") as f:
+            yield f
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def _write_logits(request: Request, session: Session, ids: list[int]) -> None:
     assert request.logits is not None
     slot = session.open()
     rows = session.prefill(slot, ids, request.chunk, range(len(ids)))
     session.close(slot)
-    partial = request.logits.with_name(f".{request.logits.name}.partial")
-    try:
-        with open(partial, "wb") as f:  # np.save would append .npy to another name
-            np.save(f, rows)
-        os.replace(partial, request.logits)
-    finally:
-        partial.unlink(missing_ok=True)
+    with _replacing(request.logits) as f:
+        np.save(f, rows)
 
 
-def run(request: Request, write: Write) -> None:
-    """Streams the continuation to `write`, then the speeds. ValueError for bad input."""
+def _check(request: Request) -> None:
     if request.logits is None and request.max_new_tokens == 0:
         raise ValueError("nothing to do: expected --max-new-tokens above 0 or --logits")
-    if request.logits is not None and (
-        request.logits.is_dir() or not request.logits.absolute().parent.is_dir()
-    ):
-        raise ValueError(f"--logits: expected a file in an existing folder, found {request.logits}")
+    for name, path in (("logits", request.logits), ("profile", request.profile)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise ValueError(f"--{name}: expected a file in an existing folder, found {path}")
+    if request.profile is not None and request.logits is not None:
+        raise ValueError("--profile: expected a run without --logits, found both")
+
+
+def run(request: Request, write: Write) -> list[Table]:
+    """Streams the continuation to `write`, then the speeds; returns the tables of a profile.
+
+    ValueError for bad input.
+    """
+    _check(request)
     set_threads(request.threads or len(os.sched_getaffinity(0)))
-    session = Session.load(request.model)
+    model = load_program(request.model, trace="times" if request.profile else "")
+    session = Session(model)
     tokenizer = load_tokenizer(request.model, request.tokenizer)
     ids = _prompt_ids(request, tokenizer)
+    recorder = None
+    if request.profile:
+        recorder = Recorder(model, whole=request.profile.suffix == ".etdp")
     with _native.use_exact(request.exact or _native.exact_mode()):
         if request.logits is not None:
             _write_logits(request, session, ids)
         if request.max_new_tokens > 0:
-            _generate(request, session, tokenizer, ids, write)
+            result = _generate(request, session, tokenizer, ids, write, recorder)
+    return _write_profile(request, recorder, result) if recorder else []
+
+
+def _write_profile(request: Request, recorder: Recorder, result: Generated) -> list[Table]:
+    assert request.profile is not None
+    pte = request.model / "model.pte" if request.model.is_dir() else request.model
+    profile = Profile(read_program(pte))
+    with _replacing(request.profile) as f:
+        if request.profile.suffix == ".etdp":
+            write_etdump(profile, recorder, f)
+        else:
+            with io.TextIOWrapper(f, encoding="utf-8", write_through=True) as text:
+                write_trace(profile, recorder, text)
+    for name, phase in profile.phases.items():
+        phase.tokens = getattr(result, f"{name}_tokens")
+        phase.wall = getattr(result, f"{name}_seconds")
+    return tables(profile)
+
+
+def _prefill_recorded(
+    request: Request, session: Session, slot: int, ids: list[int], recorder: Recorder
+) -> tuple[int, float]:
+    """What `generate` does first, a step at a time; returns tokens and seconds."""
+    chunk = session.limits.max_chunk if request.chunk is None else request.chunk
+    seconds = 0.0
+    for begin in range(0, len(ids), max(chunk, 1)):
+        started = time.perf_counter()
+        session.prefill(slot, ids[begin : begin + max(chunk, 1)], chunk, [])
+        seconds += time.perf_counter() - started
+        recorder.step()
+    return len(ids), seconds
 
 
 def _generate(
-    request: Request, session: Session, tokenizer: Tokenizer | None, ids: list[int], write: Write
-) -> None:
+    request: Request,
+    session: Session,
+    tokenizer: Tokenizer | None,
+    ids: list[int],
+    write: Write,
+    recorder: Recorder | None = None,
+) -> Generated:
     stream = StreamDecoder(tokenizer) if tokenizer and not request.ids_only else None
     stop_ids = sorted(tokenizer.eos_ids) if tokenizer else []
 
     def emit(token: int) -> None:
+        if recorder:
+            recorder.step()
         write(stream.feed([token]) if stream else f"{token} ")
 
     if stream and request.prompt is not None:
         write(request.prompt)
     sampling = Sampling(request.temperature, request.top_k, request.top_p, request.seed)
+    slot = session.open()
+    tokens, seconds = 0, 0.0
+    if recorder:
+        tokens, seconds = _prefill_recorded(request, session, slot, ids[:-1], recorder)
+        ids = ids[-1:]
     result = session.generate(
-        session.open(), ids, request.max_new_tokens, sampling, stop_ids, request.chunk, emit
+        slot, ids, request.max_new_tokens, sampling, stop_ids, request.chunk, emit
     )
+    if recorder:
+        result = dataclasses.replace(result, prefill_tokens=tokens, prefill_seconds=seconds)
     write((stream.finish() if stream else "") + "\n")
     if not request.ids_only:
         write(speeds(result))
+    return result
 
 
 def speeds(result: Generated) -> str:

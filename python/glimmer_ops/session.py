@@ -118,12 +118,14 @@ def _load_stock_kernels() -> None:
     ctypes.CDLL(str(folder / f"libexecutorch_kernels_optimized.{suffix}"))
 
 
-def load_program(path: str | Path, data: str | Path | None = None) -> Any:
+def load_program(path: str | Path, data: str | Path | None = None, trace: str = "") -> Any:
     """Loads an exported program as a model for `Session`.
 
     path: a folder with model.pte and model.ptd, or a .pte file. data: its .ptd file, if not the
-    folder's. Raises ValueError naming the file that is missing, damaged, truncated or another
-    program's, and RuntimeError for a program without the expected methods and pools.
+    folder's. trace: "times" to have every instruction timed (see `profile`), "outputs" to have its
+    outputs copied (see `diff`), "" for neither, which costs nothing. Raises ValueError naming the
+    file that is missing, damaged, truncated or another program's, and RuntimeError for a program
+    without the expected methods and pools.
     """
     _load_stock_kernels()
     pte = Path(path)
@@ -131,7 +133,7 @@ def load_program(path: str | Path, data: str | Path | None = None) -> Any:
         folder, pte = pte, pte / "model.pte"
         if data is None and (folder / "model.ptd").exists():
             data = folder / "model.ptd"
-    return _C.load_program(str(pte), "" if data is None else str(data))
+    return _C.load_program(str(pte), "" if data is None else str(data), trace)
 
 
 class Session:
