@@ -19,6 +19,7 @@ from glimmer_ops import library  # noqa: F401  (defines torch.ops.glimmer)
 from glimmer_ops.config import ModelConfig
 from glimmer_ops.gguf import GGUFModel
 
+ROPE = "interleaved"  # pairs (2i, 2i + 1); the draft model's are halves
 PAGE_SIZE = 64
 CHUNK_BYTES = 8 << 20
 KV_DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
@@ -205,7 +206,7 @@ class FusedModel(nn.Module):
             None,  # the gains of QK-norm are uniform and folded into the attention scale
             None,
             c.eps,
-            "interleaved" if sliding else "none",
+            ROPE if sliding else "none",
             c.rope_theta,
             pos,
             slot,
