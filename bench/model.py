@@ -29,9 +29,9 @@ from glimmer_ops import _native
 from glimmer_ops.backends import BACKENDS
 from glimmer_ops.gguf import QTYPES
 from glimmer_ops.gguf import load as load_gguf
-from glimmer_ops.inspect import _read_program
 from glimmer_ops.ops import OPS
 from glimmer_ops.ops._contract import Cost
+from glimmer_ops.program import read_program
 from glimmer_ops.session import Sampling, Session
 
 from . import fresh
@@ -64,44 +64,23 @@ class Reading:
 
 def reading(path: Path) -> Reading:
     """From the program's plan. ValueError for a file that is none."""
-    program = _read_program(path)
-    plans = [p for p in program.execution_plan if p.name == "forward_from_embeddings"]
-    if not plans:
+    method = read_program(path).method("forward_from_embeddings")
+    if method is None:
         raise ValueError(f"{path}: expected a method forward_from_embeddings")
-    values = [v.val for v in plans[0].values]
-    weights: dict[str, int] = {}
-    macs, head, kv = 0, 0, 0
-    for name, args in _calls(plans[0]):
-        tensors = [values[a] for a in args]
-        for i, value in enumerate(tensors):
-            info = getattr(value, "extra_tensor_info", None)
-            if info is None or not info.fully_qualified_name:
-                continue
-            if "pools." in info.fully_qualified_name:
-                kv = max(kv, 2 * math.prod(value.sizes[1:]) // value.sizes[2] * _size(value))
-                continue
-            weights[info.fully_qualified_name] = math.prod(value.sizes) * _size(value)
-            qtype = getattr(tensors[i + 1], "string_val", "") if i + 1 < len(tensors) else ""
-            if qtype in QTYPES:
-                block, size = QTYPES[qtype]
-                count = math.prod(value.sizes) // size * block
-                macs, head = (macs, count) if name == "kquant_logits" else (macs + count, head)
+    weights = {w.name: w.tensor.nbytes for i in method.instructions for w in i.weights}
+    macs = head = kv = 0
+    for instruction in method.instructions:
+        for pool in instruction.pools:
+            pages, _, page_size, _ = pool.tensor.sizes
+            kv = max(kv, 2 * pool.tensor.nbytes // (pages * page_size))
+        for weight in (w for w in instruction.weights if len(w.tensor.sizes) == 2):
+            block, size = QTYPES[weight.qtype]
+            count = weight.tensor.nbytes // size * block
+            if instruction.name == "kquant_logits":
+                head = count
+            else:
+                macs += count
     return Reading(sum(weights.values()), macs, head, kv)
-
-
-def _calls(plan: Any) -> Iterator[tuple[str, list[int]]]:
-    for chain in plan.chains:
-        for instruction in chain.instructions:
-            call = instruction.instr_args
-            if hasattr(call, "op_index"):
-                name = plan.operators[call.op_index].name
-                yield name.removeprefix("glimmer::"), [a for a in call.args if a >= 0]
-
-
-def _size(tensor: Any) -> int:
-    from executorch.exir.tensor import get_scalar_type
-
-    return get_scalar_type(tensor.scalar_type).itemsize
 
 
 def visible_keys(begin: int, end: int, limits: Any) -> int:
