@@ -71,6 +71,8 @@ def test_memory(op, backend, case) -> None:
     }
     for variant in backend.variants(op):
         want = plain(op, backend, variant, args)
+        # Not later: nothing may come between a call and its replay.
+        fresh = plain(op, backend, variant, other)
 
         def check(fixture: str, got, want, given, variant=variant) -> None:
             where = f"{case.id}, {variant.name}, {fixture}"
@@ -84,7 +86,6 @@ def test_memory(op, backend, case) -> None:
             with backend.poison_scratch() if first else contextlib.nullcontext():
                 got = call.run(backend, variant, args, poison=0xFF if first else 0x7F)
             check(fixture, got, want, args)
-        fresh = plain(op, backend, variant, other)
         check(f"{fixture}, replay", call.run(backend, variant, other), fresh, other)
 
 
