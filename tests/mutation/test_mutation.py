@@ -54,6 +54,7 @@ sys.exit(any([app(c.split()[1:], standalone_mode=False) for c in sys.argv[1:]]))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # builds everything
 def test_nothing_fails_without_a_fault(tree: Tree) -> None:
     commands = {f.caught_by for f in FAULTS}
     checks = sorted(c for c in commands if c.startswith("glimmer "))

@@ -20,6 +20,7 @@ def test_the_page_adds_one_contract_and_one_kernel() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_command_of_the_page_works(tree: Tree) -> None:
     for file, text in FILES.items():
         (tree.path / file).write_text(text)
