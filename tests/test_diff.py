@@ -62,6 +62,8 @@ def test_one_altered_byte_is_located(exported, altered, weight, at, place) -> No
         if key == result.first.key:
             break
         assert worst.rms == 0, key
+    fixed = diff(sides, IDS[:2], tolerance=1e-6)  # which every later op exceeds too
+    assert fixed.first is not None and str(fixed.first.key) == place
 
 
 def test_the_position_is_that_of_the_first_row_that_parts(exported, altered) -> None:
