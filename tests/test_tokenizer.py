@@ -47,7 +47,7 @@ def changed(model, /, **keys):
             del values[f"tokenizer.ggml.{key}"]
         else:
             values[f"tokenizer.ggml.{key}"] = item
-    return dataclasses.replace(model, metadata=Metadata(values))
+    return dataclasses.replace(model, metadata=Metadata(model.path, values))
 
 
 def test_byte_alphabet_is_gpt2s():
@@ -178,7 +178,7 @@ def test_bad_tokenizer_files_are_refused(tmp_path):
 
 def test_a_file_without_a_tokenizer_gives_none(model):
     keys = {k: model.metadata[k] for k in model.metadata if not k.startswith("tokenizer.")}
-    assert Tokenizer.from_gguf(dataclasses.replace(model, metadata=Metadata(keys))) is None
+    assert Tokenizer.from_gguf(dataclasses.replace(model, metadata=Metadata(model.path, keys))) is None
 
 
 @pytest.mark.parametrize(
