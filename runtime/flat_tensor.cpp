@@ -156,8 +156,10 @@ std::vector<std::string> read_keys(const Reader& r, uint64_t data_size) {
     keys.push_back(r.string(table, 0));
     const uint32_t segment = r.scalar<uint32_t>(table, 1);
     if (segment >= sizes.size()) r.damaged(keys.back() + " has no data");
+    // Optional in the format, but ExecuTorch reads it without asking whether it is there
     const auto layout = r.field(table, 2);
-    if (layout && layout_bytes(r, r.follow(*layout), keys.back()) > sizes[segment])
+    if (!layout) r.damaged(keys.back() + " has no shape");
+    if (layout_bytes(r, r.follow(*layout), keys.back()) > sizes[segment])
       r.damaged(keys.back() + " is larger than its data");
   }
   return keys;

@@ -384,11 +384,11 @@ def _load(path: str) -> GGUFModel:
     metadata = _metadata(path, reader)
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture != ARCHITECTURE:
-        found = "nothing" if architecture is None else _kind(architecture)
+        found = "nothing" if architecture is None else _text(architecture)
         raise GGUFError(f"key general.architecture: expected {ARCHITECTURE}, found {found}")
     parts = metadata.get("split.count", 0)
     if not isinstance(parts, int) or parts not in (0, 1):
-        raise GGUFError(f"key split.count: expected 1, a file that is not split, found {_kind(parts)}")
+        raise GGUFError(f"key split.count: expected one file, found {_text(parts)} parts")
     if reader.alignment % 8:
         raise GGUFError(
             f"key general.alignment: expected a multiple of 8, found {reader.alignment}"
@@ -440,7 +440,7 @@ def _config(metadata: Metadata, infos: dict[str, _TensorInfo]) -> ModelConfig:
             )
     scaling = metadata.get(_full("rope.scaling.type"), "none")
     if not isinstance(scaling, str) or scaling != "none":
-        raise GGUFError(f"key {_full('rope.scaling.type')}: expected none, found {_kind(scaling)}")
+        raise GGUFError(f"key {_full('rope.scaling.type')}: expected none, found {_text(scaling)}")
     # RoPE runs on sliding layers only, so a base of their own replaces the general one
     theta = _float(metadata, "rope.freq_base")
     if _full("rope.freq_base_swa") in metadata:
@@ -490,7 +490,12 @@ def _kind(value: object) -> str:
         return f"an array of {value.size} {value.dtype}"
     if isinstance(value, list):
         return f"an array of {len(value)} strings"
-    return _show(str(value)) if isinstance(value, (int, float, str)) else repr(value)[:96]
+    return _show(str(value)) if isinstance(value, (int, float)) else repr(value)[:96]
+
+
+def _text(value: object) -> str:
+    """A text as it is, anything else in words."""
+    return _show(value) if isinstance(value, str) else _kind(value)
 
 
 def _int(metadata: Metadata, key: str, low: int) -> int:
