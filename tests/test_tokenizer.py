@@ -179,7 +179,9 @@ def test_bad_tokenizer_files_are_refused(tmp_path):
 
 def test_a_file_without_a_tokenizer_gives_none(model):
     keys = {k: model.metadata[k] for k in model.metadata if not k.startswith("tokenizer.")}
-    assert Tokenizer.from_gguf(dataclasses.replace(model, metadata=Metadata(model.path, keys))) is None
+    assert (
+        Tokenizer.from_gguf(dataclasses.replace(model, metadata=Metadata(model.path, keys))) is None
+    )
 
 
 @pytest.mark.parametrize(

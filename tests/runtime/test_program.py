@@ -400,3 +400,15 @@ def test_a_program_that_differs_from_its_checksum_is_refused(toy, tmp_path):
         Session.load(pte, folder / "model.ptd")
     checksum.unlink()
     Session.load(folder)
+
+
+def test_data_file_with_a_field_outside_of_its_table_is_refused(toy, tmp_path):
+    """The version of the format, which only ExecuTorch reads, 64 KB further on."""
+    folder = copy_of(toy, tmp_path)
+    data = bytearray((folder / "model.ptd").read_bytes())
+    (root,) = struct.unpack_from("<I", data, 0)
+    (back,) = struct.unpack_from("<i", data, root)
+    struct.pack_into("<H", data, root - back + 4, 0xFFF8)
+    (folder / "model.ptd").write_bytes(data)
+    with pytest.raises(ValueError, match="model.ptd: is damaged: a field lies outside"):
+        load_program(folder)
