@@ -24,7 +24,9 @@ sanitize: setup
 	@cmake -S . -B build/sanitize -G Ninja -DGLIMMER_SANITIZE=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 	  -DCMAKE_PREFIX_PATH="$$(python -m pybind11 --cmakedir)" -DPython_EXECUTABLE="$$(command -v python)" >/dev/null
 	@ninja -C build/sanitize --quiet
-	@python tests/sanitize.py -m glimmer_ops check | tail -n 1
+	@python tests/sanitize.py -m glimmer_ops check > build/sanitize/check.log 2>&1 \
+	  || { tail -n 40 build/sanitize/check.log; exit 1; }
+	@tail -n 1 build/sanitize/check.log
 	@python tests/sanitize.py -m pytest -q -m "not slow" -p no:cacheprovider tests/runtime
 
 FUZZ_SECONDS := 60
