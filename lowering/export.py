@@ -20,14 +20,15 @@ import torch
 from torch.export import Dim, ExportedProgram, export
 
 from glimmer_ops.config import ModelConfig
-from glimmer_ops.session import sliding_pages
+from glimmer_ops.session import program_digest, sliding_pages
 from glimmer_ops.tokenizer import Tokenizer
 
 from .graph import KV_DTYPES, PAGE_SIZE, FusedModel, make_pools
 
 MAX_DECODE_ROWS = 16
 WEIGHTS_FILE = "model"  # executorch appends .ptd
-FILES = ("model.ptd", "tokenizer.json", "generation_config.json", "model.pte")
+PROGRAM, CHECKSUM = "model.pte", "model.sha256"
+FILES = ("model.ptd", "tokenizer.json", "generation_config.json", CHECKSUM, PROGRAM)
 BACKENDS = ("cpu",)  # each a module beside this one, with write() and verify()
 ByteProgress = Callable[[int, int], None]  # bytes written, bytes in all
 
@@ -211,6 +212,7 @@ def to_executorch(
     try:
         programs = export_methods(model, options)
         backend.write(programs, model, _constants(model, options), staging, report)
+        (staging / CHECKSUM).write_text(program_digest(staging / PROGRAM))
         if tokenizer:
             _write_tokenizer(tokenizer, staging)
         backend.verify(staging)

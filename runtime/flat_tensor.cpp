@@ -70,6 +70,19 @@ class Reader {
 
   uint64_t follow(uint64_t at) const { return at + read<uint32_t>(at); }
 
+  // Every field of a table must lie in it, and it in the file, whether we read the field or not.
+  uint64_t table(uint64_t at) const {
+    const int64_t vtable = static_cast<int64_t>(at) - read<int32_t>(at);
+    if (vtable < 0) damaged("a table points outside of it");
+    const uint64_t v = static_cast<uint64_t>(vtable);
+    const uint64_t fields_end = read<uint16_t>(v), table_size = read<uint16_t>(v + 2);
+    if (fields_end < 4 || fields_end > size_ - v || table_size < 4 || table_size > size_ - at)
+      damaged("a table is longer than it");
+    for (uint64_t entry = 4; entry + 2 <= fields_end; entry += 2)
+      if (read<uint16_t>(v + entry) >= table_size) damaged("a field lies outside of its table");
+    return at;
+  }
+
   // Where field `index` of a table is, if it is present.
   std::optional<uint64_t> field(uint64_t table, int index) const {
     const int64_t vtable = static_cast<int64_t>(table) - read<int32_t>(table);
@@ -137,7 +150,7 @@ std::vector<uint64_t> segment_sizes(const Reader& r, uint64_t root, uint64_t dat
   const auto segments = r.vector(root, 1, 4);
   std::vector<uint64_t> sizes;
   for (uint64_t i = 0; i < segments.size; ++i) {
-    const uint64_t table = r.follow(segments.begin + 4 * i);
+    const uint64_t table = r.table(r.follow(segments.begin + 4 * i));
     const uint64_t offset = r.scalar<uint64_t>(table, 0), size = r.scalar<uint64_t>(table, 1);
     if (offset > data_size || size > data_size - offset) r.damaged("a segment ends outside of it");
     sizes.push_back(size);
@@ -146,18 +159,21 @@ std::vector<uint64_t> segment_sizes(const Reader& r, uint64_t root, uint64_t dat
 }
 
 std::vector<FlatTensorEntry> read_entries(const Reader& r, uint64_t data_size) {
-  const uint64_t root = r.follow(0);
+  const uint64_t root = r.table(r.follow(0));
+  r.scalar<uint32_t>(root, 0);  // the version, which ExecuTorch reads
   const std::vector<uint64_t> sizes = segment_sizes(r, root, data_size);
   const auto entries = r.vector(root, 2, 4);
   if (entries.size == 0) r.damaged("it holds no tensor");
   std::vector<FlatTensorEntry> result;
   for (uint64_t i = 0; i < entries.size; ++i) {
-    const uint64_t table = r.follow(entries.begin + 4 * i);
+    const uint64_t table = r.table(r.follow(entries.begin + 4 * i));
     const std::string key = r.string(table, 0);
     const uint32_t segment = r.scalar<uint32_t>(table, 1);
     if (segment >= sizes.size()) r.damaged(key + " has no data");
+    // Optional in the format, but ExecuTorch reads it without asking whether it is there
     const auto layout = r.field(table, 2);
-    const uint64_t bytes = layout ? layout_bytes(r, r.follow(*layout), key) : sizes[segment];
+    if (!layout) r.damaged(key + " has no shape");
+    const uint64_t bytes = layout_bytes(r, r.table(r.follow(*layout)), key);
     if (bytes > sizes[segment]) r.damaged(key + " is larger than its data");
     result.push_back({key, bytes});
   }

@@ -72,6 +72,7 @@ def test_greedy_ids_do_not_depend_on_the_chunk(glimmer, exported) -> None:
         (("--tokens", ""), ("ids: expected at least one token",)),
         (("--tokens", "1,x"), ("--tokens: expected ids", "'x'")),
         (("--tokens", "1,1024"), ("1024",)),
+        (("--tokens", "9" * 5000), ("--tokens: expected 64-bit ids", "5000 digits")),
         ((), ("expected one of --prompt and --tokens",)),
         (("--tokens", "1", "--chunk", "0"), ("chunk",)),
         (("--tokens", "1", "--chunk", "129"), ("chunk", "129")),

@@ -1,6 +1,7 @@
 """Byte-level BPE from a GGUF vocabulary and from tokenizer.json, and incremental decoding."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def changed(model, /, **keys):
             del values[f"tokenizer.ggml.{key}"]
         else:
             values[f"tokenizer.ggml.{key}"] = item
-    return dataclasses.replace(model, metadata=Metadata(values))
+    return dataclasses.replace(model, metadata=Metadata(model.path, values))
 
 
 def test_byte_alphabet_is_gpt2s():
@@ -178,7 +179,9 @@ def test_bad_tokenizer_files_are_refused(tmp_path):
 
 def test_a_file_without_a_tokenizer_gives_none(model):
     keys = {k: model.metadata[k] for k in model.metadata if not k.startswith("tokenizer.")}
-    assert Tokenizer.from_gguf(dataclasses.replace(model, metadata=Metadata(keys))) is None
+    assert (
+        Tokenizer.from_gguf(dataclasses.replace(model, metadata=Metadata(model.path, keys))) is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -215,7 +218,7 @@ def test_token_types_and_ids_are_optional(model):
 
 
 def test_text_that_is_not_utf8_names_its_key(model):
-    with pytest.raises(GGUFError, match="tokenizer.ggml.model: expected UTF-8"):
+    with pytest.raises(GGUFError, match="tiny.gguf: key tokenizer.ggml.model: expected UTF-8"):
         Tokenizer.from_gguf(changed(model, model=b"\xff"))
 
 
@@ -223,3 +226,26 @@ def test_text_that_is_not_utf8_names_its_key(model):
 def test_ids_outside_the_vocabulary_are_refused(tokenizer, token):
     with pytest.raises(TokenizerError, match=f"token id: expected .*0 to 1023.*found {token}"):
         tokenizer.decode([5, token])
+
+
+def test_a_model_key_that_is_a_list_is_refused(model):
+    with pytest.raises(TokenizerError, match="tokenizer.ggml.model: expected gpt2"):
+        Tokenizer.from_gguf(changed(model, model=np.array([1, 2])))
+
+
+def test_a_panic_of_the_package_is_an_error_that_names_the_file(tokenizer, tmp_path):
+    """A prefix longer than a merged token makes the package's reader panic, not fail."""
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(path)
+    content = json.loads(path.read_text())
+    content["model"]["continuing_subword_prefix"] = "a" * 200
+    path.write_text(json.dumps(content))
+    with pytest.raises(TokenizerError, match="tokenizer.json: cannot read as tokenizer.json"):
+        Tokenizer.from_file(path)
+
+
+def test_begin_and_end_ids_outside_the_vocabulary_name_the_file(tokenizer, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(path)
+    with pytest.raises(TokenizerError, match="tokenizer.json: begin and end ids: .*found 5000"):
+        Tokenizer.from_file(path, eos_ids=[5000])

@@ -121,10 +121,11 @@ class Metadata(Mapping[str, Any]):
     """Keys and values of the file: int, float, bool, str, list[str] or a numpy array.
 
     String arrays are decoded when read, so that a vocabulary costs nothing until it is needed.
-    A value that is not valid UTF-8 raises GGUFError naming its key.
+    A value that is not valid UTF-8 raises GGUFError naming the file and the key.
     """
 
-    def __init__(self, values: dict[str, Any]) -> None:
+    def __init__(self, path: str, values: dict[str, Any]) -> None:
+        self._path = path
         self._values = values
 
     def __getitem__(self, key: str) -> Any:
@@ -135,7 +136,9 @@ class Metadata(Mapping[str, Any]):
             if isinstance(value, bytes):
                 return value.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise GGUFError(f"key {key}: expected UTF-8 text, found {error}") from error
+            raise GGUFError(
+                f"{self._path}: key {_show(key)}: expected UTF-8 text, found {error}"
+            ) from error
         return value
 
     def __iter__(self) -> Iterator[str]:
@@ -347,7 +350,7 @@ def _show(name: str) -> str:
     return text if len(text) <= 96 else text[:96] + "..."
 
 
-def _metadata(reader: _HeaderReader) -> Metadata:
+def _metadata(path: str, reader: _HeaderReader) -> Metadata:
     values: dict[str, Any] = {}
     for key, field in reader.fields.items():
         if key.startswith("GGUF."):
@@ -365,7 +368,7 @@ def _metadata(reader: _HeaderReader) -> Metadata:
             values[key] = bool(data.view(np.uint8)[0])
         else:
             values[key] = data.tolist()[0]
-    return Metadata(values)
+    return Metadata(path, values)
 
 
 # --- checking ------------------------------------------------------------------------------------
@@ -378,13 +381,14 @@ def _load(path: str) -> GGUFModel:
     if status.st_size < 24:
         raise GGUFError(f"header: truncated: needs 24 bytes or more, the file has {status.st_size}")
     reader = _HeaderReader(path)
-    metadata = _metadata(reader)
+    metadata = _metadata(path, reader)
     architecture = metadata.get("general.architecture")
-    if architecture != ARCHITECTURE:
-        found = "nothing" if architecture is None else _show(str(architecture))
+    if not isinstance(architecture, str) or architecture != ARCHITECTURE:
+        found = "nothing" if architecture is None else _text(architecture)
         raise GGUFError(f"key general.architecture: expected {ARCHITECTURE}, found {found}")
-    if metadata.get("split.count", 0) not in (0, 1):
-        raise GGUFError("key split.count: expected one file, found a part of a split model")
+    parts = metadata.get("split.count", 0)
+    if not isinstance(parts, int) or parts not in (0, 1):
+        raise GGUFError(f"key split.count: expected one file, found {_text(parts)} parts")
     if reader.alignment % 8:
         raise GGUFError(
             f"key general.alignment: expected a multiple of 8, found {reader.alignment}"
@@ -435,10 +439,8 @@ def _config(metadata: Metadata, infos: dict[str, _TensorInfo]) -> ModelConfig:
                 f"found {_int(metadata, key, 1)}"
             )
     scaling = metadata.get(_full("rope.scaling.type"), "none")
-    if scaling != "none":
-        raise GGUFError(
-            f"key {_full('rope.scaling.type')}: expected none, found {_show(str(scaling))}"
-        )
+    if not isinstance(scaling, str) or scaling != "none":
+        raise GGUFError(f"key {_full('rope.scaling.type')}: expected none, found {_text(scaling)}")
     # RoPE runs on sliding layers only, so a base of their own replaces the general one
     theta = _float(metadata, "rope.freq_base")
     if _full("rope.freq_base_swa") in metadata:
@@ -489,6 +491,11 @@ def _kind(value: object) -> str:
     if isinstance(value, list):
         return f"an array of {len(value)} strings"
     return _show(str(value)) if isinstance(value, (int, float)) else repr(value)[:96]
+
+
+def _text(value: object) -> str:
+    """A text as it is, anything else in words."""
+    return _show(value) if isinstance(value, str) else _kind(value)
 
 
 def _int(metadata: Metadata, key: str, low: int) -> int:

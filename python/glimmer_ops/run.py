@@ -56,7 +56,9 @@ def parse_ids(text: str) -> list[int]:
     words = text.replace(",", " ").split()
     for word in words:
         if not word.isdecimal():
-            raise ValueError(f"--tokens: expected ids separated by commas, found '{word}'")
+            raise ValueError(f"--tokens: expected ids separated by commas, found {word[:96]!r}")
+        if len(word) > 18:
+            raise ValueError(f"--tokens: expected 64-bit ids, found {len(word)} digits")
     return [int(word) for word in words]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import importlib.util
 import operator
 import sys
@@ -118,14 +119,43 @@ def _load_stock_kernels() -> None:
     ctypes.CDLL(str(folder / f"libexecutorch_kernels_optimized.{suffix}"))
 
 
+def program_digest(pte: Path) -> str:
+    """What the checksum file beside a program holds: a line that `sha256sum -c` reads."""
+    with open(pte, "rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return f"{digest.hexdigest()}  {pte.name}\n"
+
+
+def check_program(pte: Path) -> None:
+    """Raises ValueError when a program is not the one that its checksum file belongs to.
+
+    ExecuTorch trusts the bytes of a program and crashes on some damaged ones. A program without
+    such a file, from another exporter, is not checked.
+    """
+    checksum = pte.with_suffix(".sha256")
+    try:
+        if not checksum.exists():
+            return
+        with open(checksum, "rb") as file:
+            expected = file.read(4096)
+        found = program_digest(pte)
+    except OSError as error:
+        raise ValueError(f"{pte}: cannot be read: {error}") from error
+    if expected != found.encode():
+        raise ValueError(f"{pte}: is damaged: it differs from its checksum in {checksum.name}")
+
+
 def load_program(path: str | Path, data: str | Path | None = None, trace: str = "") -> Any:
     """Loads an exported program as a model for `Session`.
 
     path: a folder with model.pte and model.ptd, or a .pte file. data: its .ptd file, if not the
     folder's. trace: "times" to have every instruction timed (see `profile`), "outputs" to have its
-    outputs copied (see `diff`), "" for neither, which costs nothing. Raises ValueError naming the
-    file that is missing, damaged, truncated or another program's, and RuntimeError for a program
-    without the expected methods and pools.
+    outputs copied (see `diff`), "" for neither, which costs nothing. A .sha256 file beside the .pte,
+    as exports write it, is checked. Raises ValueError naming the file that is missing, damaged,
+    truncated or another program's, and RuntimeError for a program without the expected methods and
+    pools.
     """
     _load_stock_kernels()
     pte = Path(path)
@@ -133,6 +163,7 @@ def load_program(path: str | Path, data: str | Path | None = None, trace: str = 
         folder, pte = pte, pte / "model.pte"
         if data is None and (folder / "model.ptd").exists():
             data = folder / "model.ptd"
+    check_program(pte)
     return _C.load_program(str(pte), "" if data is None else str(data), trace)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,18 @@ def byte_alphabet() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
+@contextlib.contextmanager
+def _package_errors(what: str) -> Iterator[None]:
+    """Turns the package's errors into TokenizerError: plain Exception, and for a panic in its Rust
+    code a BaseException that it does not export."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise TokenizerError(f"{what}: {' '.join(str(error).split())[:300]}") from error
+
+
 @functools.cache
 def _byte_values() -> dict[str, int]:
     return {char: byte for byte, char in enumerate(byte_alphabet())}
@@ -66,15 +79,23 @@ class Tokenizer:
     """A vocabulary; `eos_ids` are the ids that end a turn, `bos_id` is None where there is none."""
 
     def __init__(
-        self, tokenizer: tokenizers.Tokenizer, bos_id: int | None, eos_ids: Iterable[int]
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        bos_id: int | None,
+        eos_ids: Iterable[int],
+        name: str = "tokenizer",
     ) -> None:
         self._tokenizer = tokenizer
+        self._name = name
         self._added = tokenizer.get_added_tokens_decoder()
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         self.bos_id = bos_id
         self.eos_ids = set(eos_ids)
         for token in [*self.eos_ids, *([] if bos_id is None else [bos_id])]:
-            self.token_bytes(token)
+            try:
+                self.token_bytes(token)
+            except TokenizerError as error:
+                raise TokenizerError(f"{name}: begin and end ids: {error}") from error
 
     @classmethod
     def from_file(
@@ -89,10 +110,8 @@ class Tokenizer:
         Raises TokenizerError where the file cannot be read or is not byte-level BPE.
         """
         name = os.fspath(path)
-        try:
+        with _package_errors(f"{name}: cannot read as tokenizer.json"):
             tokenizer = tokenizers.Tokenizer.from_file(name)
-        except Exception as error:  # the package raises plain Exception
-            raise TokenizerError(f"{name}: cannot read as tokenizer.json: {error}") from error
         # The package shows a decoder's parts only as text
         if "ByteLevel" not in repr(tokenizer.decoder):
             raise TokenizerError(
@@ -102,7 +121,7 @@ class Tokenizer:
             bos_id = next(iter(_ids(tokenizer, _BOS_NAMES)), None)
         if eos_ids is None:
             eos_ids = _ids(tokenizer, _EOS_NAMES)
-        return cls(tokenizer, bos_id, eos_ids)
+        return cls(tokenizer, bos_id, eos_ids, name)
 
     @classmethod
     def from_gguf(cls, model: GGUFModel) -> Tokenizer | None:
@@ -115,7 +134,7 @@ class Tokenizer:
         if "tokenizer.ggml.model" not in metadata:
             return None
         kind = metadata["tokenizer.ggml.model"]
-        if kind != "gpt2":
+        if not isinstance(kind, str) or kind != "gpt2":
             raise TokenizerError(_wrong(model, "model", "gpt2 (byte-level BPE)", kind))
         pre = metadata.get("tokenizer.ggml.pre", "default")
         if not isinstance(pre, str) or pre not in _PATTERNS:
@@ -132,10 +151,9 @@ class Tokenizer:
         if len(vocab) != len(tokens):
             raise TokenizerError(_wrong(model, "tokens", "distinct tokens", "duplicates"))
         types = _token_types(model, len(tokens))
-        try:
-            bpe = tokenizers.models.BPE(vocab=vocab, merges=_merges(model, vocab))
-        except Exception as error:  # the package raises plain Exception
-            raise TokenizerError(f"{model.path}: tokenizer.ggml.merges: {error}") from error
+        merges = _merges(model, vocab)
+        with _package_errors(f"{model.path}: tokenizer.ggml.merges"):
+            bpe = tokenizers.models.BPE(vocab=vocab, merges=merges)
         tokenizer = tokenizers.Tokenizer(bpe)
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
             [
@@ -155,7 +173,7 @@ class Tokenizer:
             )
         bos_id = _token_id(model, "bos_token_id", len(tokens))
         eos_ids = [_token_id(model, key, len(tokens)) for key in _EOS_KEYS]
-        return cls(tokenizer, bos_id, [i for i in eos_ids if i is not None])
+        return cls(tokenizer, bos_id, [i for i in eos_ids if i is not None], model.path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a tokenizer.json, which `from_file` and the tokenizers package read.
@@ -175,7 +193,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise TokenizerError(f"text: expected valid Unicode, found {error}") from error
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        with _package_errors(f"{self._name}: cannot encode text"):
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         if not bos:
             return ids
         if self.bos_id is None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import toy_program
-from glimmer_ops.session import Sampling, Session, load_program
+from glimmer_ops.session import Sampling, Session, load_program, program_digest
 from toy_program import CHUNK, DIM, MAX_SEQ, PAGE, SLIDING, VOCAB, WINDOW, export_toy
 
 WEIGHTS_ID = 0xFEDC_0000_0000_0012  # does not fit a signed 64-bit integer
@@ -365,3 +365,50 @@ assert session.length(slot) == 6
 def test_beside_executorchs_own_bindings(toy, order):
     """Operators are registered once, whoever comes first."""
     subprocess.run([sys.executable, "-c", BOTH_ORDERS, str(toy[0]), order], check=True)
+
+
+def test_data_file_without_a_layout_is_refused(toy, tmp_path):
+    """The format allows it; ExecuTorch would follow the missing layout."""
+    folder = copy_of(toy, tmp_path)
+    data = bytearray((folder / "model.ptd").read_bytes())
+    tables, size = struct.unpack_from("<QQ", data, 16)
+    # The only table of four fields with a key, no segment and a layout: size, table, 4, 0, 8
+    vtable = bytes.fromhex("0a00 0e00 0400 0000 0800")
+    assert data.count(vtable, tables, tables + size) == 1
+    at = data.index(vtable, tables) + 8
+    data[at : at + 2] = bytes(2)
+    (folder / "model.ptd").write_bytes(data)
+    with pytest.raises(ValueError, match="model.ptd: is damaged: weights_.* has no shape"):
+        load_program(folder)
+
+
+def test_a_program_that_differs_from_its_checksum_is_refused(toy, tmp_path):
+    folder = copy_of(toy, tmp_path)
+    pte, checksum = folder / "model.pte", folder / "model.sha256"
+    checksum.write_text(program_digest(pte))
+    Session.load(folder)
+    data = bytearray(pte.read_bytes())
+    for at in range(0, len(data), 97):
+        data[at] ^= 1
+        pte.write_bytes(data)
+        with pytest.raises(ValueError, match=r"model.pte: is damaged: it differs .* model.sha256"):
+            Session.load(folder)
+        data[at] ^= 1
+    pte.write_bytes(data)
+    checksum.write_text("")
+    with pytest.raises(ValueError, match="differs from its checksum"):
+        Session.load(pte, folder / "model.ptd")
+    checksum.unlink()
+    Session.load(folder)
+
+
+def test_data_file_with_a_field_outside_of_its_table_is_refused(toy, tmp_path):
+    """The version of the format, which only ExecuTorch reads, 64 KB further on."""
+    folder = copy_of(toy, tmp_path)
+    data = bytearray((folder / "model.ptd").read_bytes())
+    (root,) = struct.unpack_from("<I", data, 0)
+    (back,) = struct.unpack_from("<i", data, root)
+    struct.pack_into("<H", data, root - back + 4, 0xFFF8)
+    (folder / "model.ptd").write_bytes(data)
+    with pytest.raises(ValueError, match="model.ptd: is damaged: a field lies outside"):
+        load_program(folder)
