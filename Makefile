@@ -43,7 +43,7 @@ test-real: setup
 # A quick set beside every peer that this machine can run: rows and two plots.
 RESULTS := bench/results/quick
 
-bench: $(VENV)/.bench
+bench: setup
 	-@python -m glimmer_ops.bench.peers.llama_lib
 	@glimmer bench --quick --json $(RESULTS).json --plot $(RESULTS).png $$(python -m glimmer_ops.bench.peers)
 
@@ -76,10 +76,6 @@ $(VENV)/.deps: pyproject.toml
 
 $(VENV)/.installed: $(VENV)/.deps CMakeLists.txt
 	python -m pip install -q --no-build-isolation -e ".[test,transformers]"
-	touch $@
-
-$(VENV)/.bench: $(VENV)/.installed
-	python -m pip install -q --no-build-isolation -e ".[test,transformers,bench]"
 	touch $@
 
 $(VENV)/.fuzz: $(VENV)/.installed

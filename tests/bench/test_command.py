@@ -176,7 +176,6 @@ def _row(op: str, m: int, thread_count: int, gflops: float) -> Row:
 
 
 def test_plots_are_png_files(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     rows = [_row("kquant_linear", m, t, 3.0 * m * t) for m in (1, 4) for t in (1, 2)]
     paths = plot.plot(rows, tmp_path / "a.png")
     assert [p.name for p in paths] == ["a.png", "a-scaling.png"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -166,7 +167,6 @@ def test_disturbed_samples_are_dropped() -> None:
 
 
 def test_quantiles_are_numpys() -> None:
-    np = pytest.importorskip("numpy")
     values = [5.0, 1.0, 4.0, 2.5]
     for q in (0.0, 0.1, 0.5, 0.77, 1.0):
         assert quantile(values, q) == pytest.approx(np.quantile(values, q))
