@@ -152,10 +152,10 @@ def load_program(path: str | Path, data: str | Path | None = None, trace: str = 
 
     path: a folder with model.pte and model.ptd, or a .pte file. data: its .ptd file, if not the
     folder's. trace: "times" to have every instruction timed (see `profile`), "outputs" to have its
-    outputs copied (see `diff`), "" for neither, which costs nothing. A .sha256 file beside the .pte,
-    as exports write it, is checked. Raises ValueError naming the file that is missing, damaged,
-    truncated or another program's, and RuntimeError for a program without the expected methods and
-    pools.
+    outputs copied (see `diff`), "" for neither, which costs nothing. A .sha256 file beside the
+    .pte, as exports write it, is checked. Raises ValueError naming the file that is missing,
+    damaged, truncated or another program's, and RuntimeError for a program without the expected
+    methods and pools.
     """
     _load_stock_kernels()
     pte = Path(path)
