@@ -119,14 +119,19 @@ def dims(op: Op, args: tuple[Any, ...], outs: Sequence[torch.Tensor]) -> tuple[i
     return (x.size(0) if x.dim() else 1), width(outs[0]), width(x)
 
 
-def settle(limit: float = 0.5) -> None:
-    """Waits until the idle threads of this process's pools have stopped spinning."""
+def settle(limit: float = 5.0) -> None:
+    """Waits until the idle threads of this process's pools have stopped spinning.
+
+    A thread that spins takes a core from the next sample, and passes for our own share of it:
+    RuntimeError when one does not stop.
+    """
     end = time.perf_counter() + limit
     while time.perf_counter() < end:
         cpu, wall = time.process_time(), time.perf_counter()
         time.sleep(0.002)
         if time.process_time() - cpu < 0.1 * (time.perf_counter() - wall):
             return
+    raise RuntimeError(f"idle threads of this process still spin after {limit:g} s")
 
 
 class Party:

@@ -2,7 +2,7 @@
 
 Weights are the case's own bytes. They lie in ggml's plain buffer or in one that repacks them for
 the CPU, whichever is faster; activations are int8 in groups of 256, as ggml's are. Its threads are
-kept between calls and spin while they wait.
+kept between calls and spin while they wait, for milliseconds.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ def _backend(threads: int) -> Any:
     params = g.ggml_threadpool_params_default(threads)
     if params.n_threads != threads:
         raise RuntimeError("llama.cpp: ggml_threadpool_params is not as expected")
+    params.poll = 1  # of 100; the default of 50 spins for half a second after the last op
     pool = new_pool(ctypes.byref(params))
     _exported("ggml_backend_cpu_set_threadpool", None, Pointer, Pointer)(backend, pool)
     return backend
