@@ -27,9 +27,11 @@ int64_t now_ns() {
 
 const Loops& best_loops() {
   switch (available_isas().back()) {
-#if defined(__x86_64__)
+#if defined(GLIMMER_BUILT_AVX512)
     case Isa::Avx512:
       return avx512::kLoops;
+#endif
+#if defined(GLIMMER_BUILT_AVX2)
     case Isa::Avx2:
       return avx2::kLoops;
 #endif
