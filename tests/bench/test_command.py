@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+import functools
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from glimmer_ops import cli
 from glimmer_ops.backends import BACKENDS
 from glimmer_ops.bench import plot
 from glimmer_ops.bench.command import thread_counts
@@ -19,21 +18,9 @@ CASE = ("--op", "rms_norm", "--case", "f32/5x6656", "--samples", 3, "--threads",
 
 
 @pytest.fixture
-def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, small_probe: None):
+def bench(glimmer, small_probe: None):
     """bench("--op", "sdpa"): (exit status, stdout, stderr), run in this process."""
-
-    def call(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["glimmer", "bench", *map(str, args)])
-        capsys.readouterr()
-        try:
-            cli.main()
-            status = 0
-        except SystemExit as exit_:
-            status = int(exit_.code or 0)
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return call
+    return functools.partial(glimmer, "bench")
 
 
 def test_one_case(bench, tmp_path: Path) -> None:
