@@ -17,6 +17,8 @@ from typing import Any
 
 from rich.table import Table
 
+from glimmer_ops._files import check_not_special
+
 BUSY = 0.2  # CPUs of other processes that a reader must know of
 
 
@@ -104,6 +106,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 def read(path: Path) -> list[Row]:
     """Rows that `write` wrote. ValueError for anything else, naming the row and the field."""
+    check_not_special(path)
     try:
         data = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -201,6 +203,28 @@ def test_inspect_refuses(glimmer, tmp_path: Path) -> None:
     junk = tmp_path / "junk.pte"
     junk.write_bytes(b"\0" * 100)
     refused(glimmer("inspect", junk), "junk.pte")
+
+
+@pytest.mark.timeout(60)
+def test_pipes_are_refused_not_waited_for(glimmer, exported, tmp_path: Path) -> None:
+    """Opening a pipe that nobody writes to never returns."""
+    folder = tmp_path / "model"
+    shutil.copytree(exported("Q4_K_M"), folder)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    run = ("run", "--model", folder, "--tokens", "1", "--max-new-tokens", 1)
+    refused(glimmer("inspect", pipe), "pipe: expected a regular file")
+    refused(
+        glimmer("export", "--gguf", pipe, "--out", tmp_path / "out"), "pipe: expected a regular"
+    )
+    refused(glimmer(*run, "--tokenizer", pipe), "pipe: expected a regular file")
+    refused(
+        glimmer("bench", "--op", "rms_norm", "--compare", pipe), "pipe: expected a regular file"
+    )
+    for name in ("generation_config.json", "model.ptd", "model.pte", "model.sha256"):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        refused(glimmer(*run), f"{name}: expected a regular file")
 
 
 def test_inspect_refuses_a_damaged_program(glimmer, exported, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from ._files import check_not_special
 from .config import ModelConfig, sliding_layers
 
 ARCHITECTURE = "muse-glimmer"
@@ -176,6 +177,7 @@ def load(path: str | os.PathLike[str]) -> GGUFModel:
             tensor, what was expected and what was found.
     """
     name = os.fspath(path)
+    check_not_special(name, GGUFError)
     try:
         return _load(name)
     except OSError as error:

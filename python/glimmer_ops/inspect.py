@@ -14,6 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from . import gguf
+from ._files import check_not_special
 from ._native import _C
 from .program import Method, Program, Weight, read_program
 from .tokenizer import Tokenizer, TokenizerError
@@ -217,6 +218,7 @@ def describe(path: Path, source: Path | None = None) -> Description:
     """
     if path.is_dir():
         path = path / "model.pte"
+    check_not_special(path)
     try:
         with open(path, "rb") as f:
             magic = f.read(8)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ._files import check_not_special
 from .gguf import QTYPES
 
 EMBED, HEAD, UNKNOWN = "embed", "head", "-"
@@ -152,6 +153,7 @@ class Program:
 def _deserialize(path: Path) -> Any:
     from executorch.exir._serialize._program import deserialize_pte_binary
 
+    check_not_special(path)
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -17,6 +17,7 @@ import numpy as np
 from rich.table import Table
 
 from . import _native
+from ._files import check_not_special
 from .profile import Profile, Recorder, tables, write_etdump, write_trace
 from .program import read_program
 from .session import Generated, Sampling, Session, load_program, set_threads
@@ -74,6 +75,7 @@ def load_tokenizer(model: Path, tokenizer: Path | None = None) -> Tokenizer | No
 
 def _special_ids(path: Path) -> tuple[int | None, list[int]]:
     """bos_token_id and eos_token_id (an id, or a list of ids) of a generation_config.json."""
+    check_not_special(path)
     try:
         config = json.loads(path.read_text())
         bos, eos = config["bos_token_id"], config["eos_token_id"]

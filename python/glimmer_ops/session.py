@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ._files import check_not_special
 from ._native import _C
 
 PAGE_SIZE: int = _C.PAGE_SIZE
@@ -135,15 +136,16 @@ def check_program(pte: Path) -> None:
     such a file, from another exporter, is not checked.
     """
     checksum = pte.with_suffix(".sha256")
+    check_not_special(checksum)
     try:
         if not checksum.exists():
             return
         with open(checksum, "rb") as file:
-            expected = file.read(4096)
+            expected = file.read(64)
         found = program_digest(pte)
     except OSError as error:
         raise ValueError(f"{pte}: cannot be read: {error}") from error
-    if expected != found.encode():
+    if expected != found[:64].encode():
         raise ValueError(f"{pte}: is damaged: it differs from its checksum in {checksum.name}")
 
 
@@ -163,6 +165,8 @@ def load_program(path: str | Path, data: str | Path | None = None, trace: str = 
         folder, pte = pte, pte / "model.pte"
         if data is None and (folder / "model.ptd").exists():
             data = folder / "model.ptd"
+    for file in filter(None, (pte, data)):
+        check_not_special(file)
     check_program(pte)
     return _C.load_program(str(pte), "" if data is None else str(data), trace)
 

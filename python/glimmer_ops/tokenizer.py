@@ -13,6 +13,7 @@ import numpy as np
 import tokenizers
 from gguf import TokenType
 
+from ._files import check_not_special
 from .gguf import GGUFModel
 
 _BOS_NAMES = ("<|begin_of_text|>",)
@@ -110,6 +111,7 @@ class Tokenizer:
         Raises TokenizerError where the file cannot be read or is not byte-level BPE.
         """
         name = os.fspath(path)
+        check_not_special(name, TokenizerError)
         with _package_errors(f"{name}: cannot read as tokenizer.json"):
             tokenizer = tokenizers.Tokenizer.from_file(name)
         # The package shows a decoder's parts only as text
