@@ -222,9 +222,10 @@ def test_pipes_are_refused_not_waited_for(glimmer, exported, tmp_path: Path) -> 
         glimmer("bench", "--op", "rms_norm", "--compare", pipe), "pipe: expected a regular file"
     )
     for name in ("generation_config.json", "model.ptd", "model.pte", "model.sha256"):
-        (folder / name).unlink()
+        kept = (folder / name).rename(tmp_path / name)
         os.mkfifo(folder / name)
         refused(glimmer(*run), f"{name}: expected a regular file")
+        kept.replace(folder / name)
 
 
 def test_inspect_refuses_a_damaged_program(glimmer, exported, tmp_path: Path) -> None:
