@@ -60,8 +60,8 @@ def _check_files(request: Request) -> list[Row] | None:
             raise ValueError("--plot: needs matplotlib: pip install 'glimmer-ops[bench]'")
     if request.gguf is not None and request.model is None:
         raise ValueError("--gguf: expected with --model")
-    if request.model is not None and (request.op or request.case):
-        raise ValueError("--model: expected without --op and --case")
+    if request.model is not None and request.op:
+        raise ValueError("--model: expected without --op")
     if request.compare is None:
         return None
     return _within(request, read_rows(request.compare))

@@ -30,7 +30,7 @@ import torch
 
 from glimmer_ops.backends import Backend, Variant
 from glimmer_ops.backends._backend import Timer
-from glimmer_ops.check import clone_args, expected_tensors, tensors_of, worst_nmse
+from glimmer_ops.check import clone_args, expected_tensors, poisoned, tensors_of, worst_nmse
 from glimmer_ops.ops._contract import Case, Cost, Op, nbytes
 
 from .peers import Counterpart
@@ -85,7 +85,7 @@ def check_gate(
 ) -> Gate:
     args = case.make()
     try:
-        outs = backend.run(op, args, variant)
+        outs = backend.run(op, args, variant, poisoned)
     except (ValueError, RuntimeError) as error:
         return Gate(f"refused: {error}", {})
     result = tensors_of(op, args, outs)

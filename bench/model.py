@@ -231,7 +231,7 @@ def bench_model(request: Request, say: Say) -> Iterator[Row]:
             base = Row("model", "cpu", "", threads=count, variant=_variant(), gate=verdict)
             base = replace(base, load_s=load_s, peak_rss=peak_rss, **source)
             chosen = replace(settings, threads=count)
-            for work in _workloads(session, needs):
+            for work in _workloads(session, needs, request.case):
                 say(f"{request.model} {work.name}, {count} threads")
                 yield from _rows(request, base, work, chosen, probe, rivals, say)
 
@@ -243,11 +243,17 @@ def _variant() -> str:
     return found[0].name
 
 
-def _workloads(session: Session, needs: Reading) -> Iterator[Workload]:
-    for length in PROMPTS:
-        if length < session.limits.max_seq_len:
-            yield prefill(session, length, needs)
-    yield decode(session, needs)
+def _workloads(session: Session, needs: Reading, case: str | None) -> Iterator[Workload]:
+    """All of them, or the one of that name, each when its turn comes: decode takes a slot."""
+    lengths = [n for n in PROMPTS if n < session.limits.max_seq_len]
+    names = [*(f"prefill-{n}" for n in lengths), "decode"]
+    if case not in (None, *names):
+        raise ValueError(f"--case: expected one of {', '.join(names)}, found '{case}'")
+    for name in names if case is None else [case]:
+        if name == "decode":
+            yield decode(session, needs)
+        else:
+            yield prefill(session, int(name.removeprefix("prefill-")), needs)
 
 
 def _rows(

@@ -162,6 +162,13 @@ std::vector<std::string> op_names() {
   return names;
 }
 
+std::vector<std::string> arg_names(const std::string& name) {
+  const int i = find_op(name);
+  if (i < 0) throw py::key_error("no CPU kernel named '" + name + "'");
+  const OpKernel& kernel = op_kernel(i);
+  return {kernel.args, kernel.args + kernel.n_args};
+}
+
 std::vector<std::string> names_of(const std::vector<Isa>& isas) {
   std::vector<std::string> names;
   for (Isa isa : isas) names.emplace_back(isa_name(isa));
@@ -186,6 +193,7 @@ PYBIND11_MODULE(_C, m) {
            py::arg("arg_sets"), py::arg("out_sets"))
       .def("run", &Timer::run, py::arg("start"), py::arg("warm"), py::arg("calls"));
   m.def("op_names", &op_names, "Ops that have a CPU kernel.");
+  m.def("arg_names", &arg_names, py::arg("op"), "A kernel's names of its arguments.");
   m.def(
       "isas", [] { return names_of(available_isas()); },
       "ISAs this machine can run, weakest first.");

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,13 @@ def tensors_of(op: Op, args: tuple[Any, ...], outs: Any) -> dict[str, torch.Tens
     return named | {name: by_name[name] for name in op.mutates}
 
 
+def poisoned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An output full of NaN, or of -1: new memory may hold the right answer of an earlier call."""
+    out = torch.empty(tuple(shape), dtype=dtype)
+    out.view(torch.uint8).fill_(0xFF)
+    return out
+
+
 def expected_tensors(op: Op, case: Case) -> dict[str, torch.Tensor]:
     """What the reference produces for a case."""
     args = case.make()
@@ -78,7 +85,10 @@ def worst_nmse(
 
 
 def run_case(op: Op, case: Case, backend: Backend, variant: Variant) -> Verdict:
-    """Runs one case and compares every output and mutated argument with the reference."""
+    """Runs one case and compares every output and mutated argument with the reference.
+
+    Outputs and working memory are full of NaN before.
+    """
     bound = op.bound(case, variant.exact)
 
     def verdict(passed: bool, value: float | None, detail: str) -> Verdict:
@@ -86,7 +96,8 @@ def run_case(op: Op, case: Case, backend: Backend, variant: Variant) -> Verdict:
 
     args = case.make()
     try:
-        result = tensors_of(op, args, backend.run(op, args, variant))
+        with backend.poison_scratch():
+            result = tensors_of(op, args, backend.run(op, args, variant, poisoned))
     except ValueError as error:
         if case.error:
             return verdict(case.error in str(error), None, str(error))

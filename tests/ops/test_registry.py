@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from glimmer_ops._native import _C
 from glimmer_ops.backends import BACKENDS
 from glimmer_ops.check import clone_args, run_case, tensors_of
 from glimmer_ops.ops import OPS
@@ -91,6 +92,12 @@ def test_page_order_does_not_matter(op, backend, variant) -> None:
         assert all(map(same_bits, backend.run(op, moved, variant), outs)), case.id
         checked += 1
     assert checked > 0
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_kernels_name_their_arguments_as_the_schema_does(op) -> None:
+    if BACKENDS["cpu"].supports(op):
+        assert tuple(_C.arg_names(op.name)) == op.arg_names
 
 
 @pytest.mark.report("R4")

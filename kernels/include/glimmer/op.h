@@ -48,6 +48,7 @@ struct OpKernel {
   const char* name = nullptr;
   Isa isa = Isa::Scalar;
   int n_args = 0;
+  const char* const* args = nullptr;  // their names, as errors give them
   int n_outs = 0;
   Status (*infer)(Arg* args, Shape* outs) = nullptr;
   Status (*run)(const Context& ctx, Arg* args, Tensor* outs) = nullptr;
@@ -203,6 +204,7 @@ struct Run<F, Names> {
       #op,                                                                         \
       GLIMMER_ISA_VALUE,                                                           \
       ::glimmer::detail::Infer<&infer_fn, op##_args>::n_args,                      \
+      op##_args,                                                                   \
       ::glimmer::detail::Infer<&infer_fn, op##_args>::n_outs,                      \
       ::glimmer::detail::Infer<&infer_fn, op##_args>::call,                        \
       ::glimmer::detail::Run<&run_fn, op##_args>::call,                            \
