@@ -165,8 +165,9 @@ def load_program(path: str | Path, data: str | Path | None = None, trace: str = 
         folder, pte = pte, pte / "model.pte"
         if data is None and (folder / "model.ptd").exists():
             data = folder / "model.ptd"
-    for file in filter(None, (pte, data)):
-        check_not_special(file)
+    check_not_special(pte)
+    if data is not None:
+        check_not_special(data)
     check_program(pte)
     return _C.load_program(str(pte), "" if data is None else str(data), trace)
 
