@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch.export import Dim, ExportedProgram, export
 
-from glimmer_ops.config import ModelConfig
+from glimmer_ops.config import DraftConfig, ModelConfig
 from glimmer_ops.session import program_digest, sliding_pages
 from glimmer_ops.tokenizer import Tokenizer
 
-from .graph import KV_DTYPES, PAGE_SIZE, FusedModel, make_pools
+from .dflash import DRAFT_METHODS
+from .graph import KV_DTYPES, METHODS, PAGE_SIZE, FusedModel, PoolPages, make_pools
 
 MAX_DECODE_ROWS = 16
 WEIGHTS_FILE = "model"  # executorch appends .ptd
@@ -33,8 +34,12 @@ BACKENDS = ("cpu",)  # each a module beside this one, with write() and verify()
 ByteProgress = Callable[[int, int], None]  # bytes written, bytes in all
 
 
-def default_max_seq_len(config: ModelConfig) -> int:
-    return min(16384, config.context_length)
+def default_max_seq_len(config: ModelConfig, draft: DraftConfig | None = None) -> int:
+    return min(16384, _context_length(config, draft))
+
+
+def _context_length(config: ModelConfig, draft: DraftConfig | None) -> int:
+    return min(config.context_length, draft.context_length if draft else config.context_length)
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class ExportOptions:
     def max_rows(self) -> int:
         return self.chunk if self.all_logits else MAX_DECODE_ROWS
 
-    def validate(self, config: ModelConfig) -> None:
+    def validate(self, config: ModelConfig, draft: DraftConfig | None = None) -> None:
         """Raises ValueError naming the option, what was expected and what was found."""
 
         def expect(ok: bool, name: str, expected: str) -> None:
@@ -80,7 +85,7 @@ class ExportOptions:
 
         expect(self.backend in BACKENDS, "backend", f"one of {', '.join(BACKENDS)}")
         expect(self.kv_dtype in KV_DTYPES, "kv_dtype", f"one of {', '.join(KV_DTYPES)}")
-        low, high = PAGE_SIZE, config.context_length
+        low, high = PAGE_SIZE, _context_length(config, draft)
         in_context = f"{low} to {high} (the model's context)"
         expect(low <= self.max_seq_len <= high, "max_seq_len", in_context)
         expect(1 <= self.slots <= 1024, "slots", "1 to 1024")
@@ -93,9 +98,9 @@ class ExportOptions:
 
 def _constants(model: FusedModel, options: ExportOptions) -> dict[str, Any]:
     """The constant methods: upstream runners' names where they have one, ours for the rest."""
-    c = model.config
+    c, pages = model.config, _pages(model, options)
     unsigned = int(model.id, 16)
-    return {
+    constants = {
         "get_vocab_size": c.vocab_size,
         "get_max_seq_len": options.max_seq_len,
         "get_max_prefill_chunk": options.chunk,
@@ -103,8 +108,8 @@ def _constants(model: FusedModel, options: ExportOptions) -> dict[str, Any]:
         "get_max_rows": options.max_rows,
         "get_slots": options.slots,
         "get_page_size": PAGE_SIZE,
-        "get_global_pages": options.global_pages,
-        "get_sliding_pages": _sliding_pages(c, options),
+        "get_global_pages": pages.of_global,
+        "get_sliding_pages": pages.of_sliding,
         "get_window": c.window if any(c.sliding) else 0,
         "get_sliding_layers": torch.tensor(c.sliding, dtype=torch.int64),
         "get_weights_id": unsigned - (1 << 64) if unsigned >> 63 else unsigned,
@@ -114,13 +119,39 @@ def _constants(model: FusedModel, options: ExportOptions) -> dict[str, Any]:
         "use_sampling": True,
         "has_vision_encoder": False,
     }
+    return constants | (_draft_constants(model.draft, pages) if model.draft else {})
 
 
-def _sliding_pages(config: ModelConfig, options: ExportOptions) -> int:
-    if not any(config.sliding):
+def _draft_constants(draft: DraftConfig, pages: PoolPages) -> dict[str, Any]:
+    return {
+        "get_block_size": draft.block_size,
+        "get_mask_token_id": draft.mask_token_id,
+        "get_n_target_layers": len(draft.target_layers),
+        "get_target_layers": torch.tensor(draft.target_layers, dtype=torch.int64),
+        "get_draft_sliding_window": draft.window if any(draft.sliding) else 0,
+        "get_draft_sliding_layers": torch.tensor(draft.sliding, dtype=torch.int64),
+        "get_draft_global_pages": pages.draft_global,
+        "get_draft_sliding_pages": pages.draft_sliding,
+    }
+
+
+def _sliding_pages(window: int, sliding: tuple[bool, ...], options: ExportOptions) -> int:
+    """Pages that suffice for sliding layers where a query sees `window` keys, itself included."""
+    if not any(sliding):
         return 1
-    enough = sliding_pages(config.window, options.chunk, options.slots)
-    return min(enough, options.slots * options.max_pages)
+    return min(
+        sliding_pages(window, options.chunk, options.slots), options.slots * options.max_pages
+    )
+
+
+def _pages(model: FusedModel, options: ExportOptions) -> PoolPages:
+    c, d = model.config, model.draft
+    sliding = _sliding_pages(c.window, c.sliding, options)
+    if d is None:
+        return PoolPages(options.global_pages, sliding)
+    all_global = 1 if all(d.sliding) else options.global_pages
+    draft_sliding = _sliding_pages(d.window + 1, d.sliding, options)  # its window is inclusive
+    return PoolPages(options.global_pages, sliding, all_global, draft_sliding)
 
 
 def export_methods(model: FusedModel, options: ExportOptions) -> dict[str, ExportedProgram]:
@@ -128,26 +159,37 @@ def export_methods(model: FusedModel, options: ExportOptions) -> dict[str, Expor
 
     Example sizes are at least 2: torch.export takes 0 and 1 for constants.
     """
-    c = model.config
-    pages = (options.global_pages, _sliding_pages(c, options))
-    pooled = model.with_pools(make_pools(c, *pages, KV_DTYPES[options.kv_dtype]))
+    c, d = model.config, model.draft
+    pools = make_pools(c, d, _pages(model, options), KV_DTYPES[options.kv_dtype])
+    pooled = model.with_pools(pools)
     t_chunk = {0: Dim("T", min=1, max=options.chunk)}
     t_rows = {0: Dim("T", min=1, max=MAX_DECODE_ROWS)}
     rows = {0: Dim("R", min=0, max=options.max_rows)}
     ids = torch.arange(3)
     tables = [torch.zeros(options.slots, options.max_pages, dtype=torch.int32) for _ in range(2)]
-    step = (ids, ids.clone(), torch.zeros(3, dtype=torch.int64), *tables)
+    where = (ids.clone(), torch.zeros(3, dtype=torch.int64), *tables)
     sampling = (torch.zeros(3), ids.clone(), torch.ones(3), ids.clone())
-    forward = (torch.zeros(3, c.dim), *step[1:], torch.arange(2))
     calls: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
         "embed_text": ((ids,), (t_chunk,)),
-        "forward_from_embeddings": (forward, (t_chunk, t_chunk, t_chunk, None, None, rows)),
-        "decode": ((*step, *sampling), (t_rows, t_rows, t_rows, None, None, *[t_rows] * 4)),
+        "forward_from_embeddings": (
+            (torch.zeros(3, c.dim), *where, torch.arange(2)),
+            (t_chunk, t_chunk, t_chunk, None, None, rows),
+        ),
+        "decode": ((ids, *where, *sampling), (t_rows, t_rows, t_rows, None, None, *[t_rows] * 4)),
     }
+    methods = dict(METHODS)
+    if d is not None:
+        methods |= DRAFT_METHODS
+        for name in ("forward_from_embeddings", "decode"):
+            calls[f"target_{name}"] = calls[name]
+        taps = torch.zeros(3, len(d.target_layers) * c.dim)
+        calls["draft_prefill"] = ((taps, *where), (t_chunk, t_chunk, t_chunk, None, None))
+        args, dynamic = calls["decode"]
+        calls["draft_forward"] = ((*args, ids.clone()), (*dynamic, t_rows))
     programs = {}
     with torch.no_grad():
         for name, (args, dynamic) in calls.items():
-            method = pooled.method(name)
+            method = pooled.method(methods[name])
             programs[name] = export(method, args, dynamic_shapes=dynamic, strict=False)
     return programs
 
@@ -193,8 +235,9 @@ def to_executorch(
     In a folder that has an export already its files are replaced; the runtime refuses a mix of two.
     Raises ValueError for options that the model does not admit.
     """
-    options = options or ExportOptions(max_seq_len=default_max_seq_len(model.config))
-    options.validate(model.config)
+    if options is None:
+        options = ExportOptions(max_seq_len=default_max_seq_len(model.config, model.draft))
+    options.validate(model.config, model.draft)
     backend = importlib.import_module(f"{__package__}.{options.backend}")
     out = Path(out)
     _check_out(out)

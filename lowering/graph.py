@@ -11,15 +11,20 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from glimmer_ops import library  # noqa: F401  (defines torch.ops.glimmer)
-from glimmer_ops.config import ModelConfig
-from glimmer_ops.gguf import GGUFModel
+from glimmer_ops.config import DraftConfig, ModelConfig, check_draft
+from glimmer_ops.gguf import GGUFModel, GGUFTensor
+
+if TYPE_CHECKING:
+    from glimmer_ops.gguf import GGUFDraft
 
 ROPE = "interleaved"  # pairs (2i, 2i + 1); the draft model's are halves
+DRAFT = "draft_"  # begins the names of the draft model's weights and pools
 PAGE_SIZE = 64
 CHUNK_BYTES = 8 << 20
 KV_DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
@@ -34,6 +39,19 @@ LAYER_MATRICES = (
     "ffn_down",
 )
 LAYER_NORMS = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
+DRAFT_LAYER = (
+    "attn_norm",
+    "attn_q",
+    "attn_k",
+    "attn_v",
+    "attn_output",
+    "attn_q_norm",
+    "attn_k_norm",
+    "ffn_norm",
+    "ffn_gate",
+    "ffn_up",
+    "ffn_down",
+)
 
 
 @dataclass(frozen=True)
@@ -69,15 +87,16 @@ class Weight:
                 yield chunk
 
 
-def weight_name(gguf_name: str) -> str:
-    """The buffer's name of a GGUF tensor: blk.3.attn_q.weight -> blk_3_attn_q."""
-    return gguf_name.removesuffix(".weight").replace(".", "_")
-
-
 def weight_names(config: ModelConfig) -> list[str]:
     """Every weight that the graph reads."""
     layers = [f"blk_{i}_{n}" for i in range(config.n_layers) for n in LAYER_NORMS + LAYER_MATRICES]
     return ["token_embd", *layers, "output_norm", "output"]
+
+
+def draft_weight_names(draft: DraftConfig) -> list[str]:
+    """Every weight of the draft model."""
+    layers = [f"blk_{i}_{n}" for i in range(draft.n_layers) for n in DRAFT_LAYER]
+    return [DRAFT + n for n in ("fc", "enc_output_norm", *layers, "output_norm")]
 
 
 def weights_id(weights: Mapping[str, Weight]) -> str:
@@ -100,25 +119,40 @@ class _Buffers(nn.Module):
             self.register_buffer(name, tensor, persistent=persistent)
 
 
+@dataclass(frozen=True)
+class PoolPages:
+    """Pages of a layer's pools, by its kind. draft_*: of the draft model's layers."""
+
+    of_global: int
+    of_sliding: int
+    draft_global: int = 0
+    draft_sliding: int = 0
+
+
 def make_pools(
-    config: ModelConfig, global_pages: int, sliding_pages: int, kv_dtype: torch.dtype
+    config: ModelConfig, draft: DraftConfig | None, pages: PoolPages, kv_dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Zeroed page pools k_<layer>, v_<layer>: [pages, kv_heads, 64, head_dim] of kv_dtype."""
+    """Zeroed page pools [pages, kv_heads, 64, head_dim] of kv_dtype: k_<layer> and v_<layer>, and
+    draft_k_<layer> and draft_v_<layer> of the draft model."""
+    models = [("", config, (pages.of_global, pages.of_sliding))]
+    if draft is not None:
+        models.append((DRAFT, draft, (pages.draft_global, pages.draft_sliding)))
     pools = {}
-    for i, sliding in enumerate(config.sliding):
-        pages = sliding_pages if sliding else global_pages
-        for kind in "kv":
-            shape = (pages, config.n_kv_heads, PAGE_SIZE, config.head_dim)
-            pools[f"{kind}_{i}"] = torch.zeros(shape, dtype=kv_dtype)
+    for prefix, c, counts in models:
+        for i, sliding in enumerate(c.sliding):
+            shape = (counts[sliding], c.n_kv_heads, PAGE_SIZE, c.head_dim)
+            for kind in "kv":
+                pools[f"{prefix}{kind}_{i}"] = torch.zeros(shape, dtype=kv_dtype)
     return pools
 
 
 class FusedModel(nn.Module):
     """The text model as `glimmer` ops.
 
-    weights: every name of `weight_names(config)`. pools: see `make_pools`; None for a graph that
-    only embeds. A buffer's full name is `weights_<id>.<name>` or `pools.<k|v>_<layer>`, the same in
-    every method, by which ExecuTorch shares it.
+    weights: every name of `weight_names(config)`, and of `draft_weight_names(draft)` when there is
+    a draft model (see dflash). pools: see `make_pools`; None for a graph that only embeds. A
+    buffer's full name is `weights_<id>.<name>` or `pools.<name>`, the same in every method, by
+    which ExecuTorch shares it.
     """
 
     def __init__(
@@ -127,10 +161,13 @@ class FusedModel(nn.Module):
         weights: Mapping[str, Weight],
         pools: Mapping[str, torch.Tensor] | None = None,
         id_: str | None = None,
+        draft: DraftConfig | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        self.weights = {n: weights[n] for n in weight_names(config) if n in weights}
+        self.draft = draft
+        names = weight_names(config) + (draft_weight_names(draft) if draft else [])
+        self.weights = {n: weights[n] for n in names if n in weights}
         self.id = id_ or weights_id(self.weights)
         data = {n: w.data for n, w in self.weights.items()}
         self.add_module(f"weights_{self.id}", _Buffers(data, persistent=True))
@@ -138,7 +175,7 @@ class FusedModel(nn.Module):
             self.pools = _Buffers(pools, persistent=False)
 
     def with_pools(self, pools: Mapping[str, torch.Tensor]) -> FusedModel:
-        return FusedModel(self.config, self.weights, pools, self.id)
+        return FusedModel(self.config, self.weights, pools, self.id, self.draft)
 
     def _w(self, name: str) -> torch.Tensor:
         return getattr(getattr(self, f"weights_{self.id}"), name)
@@ -159,11 +196,17 @@ class FusedModel(nn.Module):
         slot: torch.Tensor,
         global_table: torch.Tensor,
         sliding_table: torch.Tensor,
+        taps: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Embeddings [T, dim] -> hidden states [T, dim] after the output norm."""
+        """Embeddings [T, dim] -> hidden states [T, dim] after the output norm.
+
+        taps, when given, receives the residual [T, dim] before each of the draft's target_layers.
+        """
         c = self.config
         h = torch.ops.glimmer.rms_norm(x, self._w("blk_0_attn_norm"), c.eps)
         for i, sliding in enumerate(c.sliding):
+            if taps is not None and self.draft and i in self.draft.target_layers:
+                taps.append(x)
             b = f"blk_{i}_"
             table = sliding_table if sliding else global_table
             attn = self._attention(h, i, pos, slot, table)
@@ -235,20 +278,33 @@ class FusedModel(nn.Module):
             h, self._w("output"), qtype, c.logit_scale, c.soft_cap
         )
 
-    def method(self, name: str) -> FusedModel:
-        """This model as the exported method `name`, holding only the buffers that it reads."""
-        cls, uses = METHODS[name]
-        weights = {n: w for n, w in self.weights.items() if uses(n)}
-        pools = None if cls is EmbedText else dict(self.pools.named_buffers())
-        return cls(self.config, weights, pools, self.id)
+    @staticmethod
+    def reads(name: str) -> bool:
+        """Whether an exported method reads the weight or pool of that name."""
+        return True
+
+    def method(self, cls: type[FusedModel]) -> FusedModel:
+        """This model as an exported method, holding only the buffers that it reads: a method that
+        held a pool which it does not write could not be loaded."""
+        weights = {n: w for n, w in self.weights.items() if cls.reads(n)}
+        pools = {n: p for n, p in self.pools.named_buffers() if cls.reads(n)}
+        return cls(self.config, weights, pools, self.id, self.draft)
 
 
 class EmbedText(FusedModel):
+    @staticmethod
+    def reads(name: str) -> bool:
+        return name == "token_embd"
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.embed(ids)
 
 
 class ForwardFromEmbeddings(FusedModel):
+    @staticmethod
+    def reads(name: str) -> bool:
+        return name != "token_embd" and not name.startswith(DRAFT)
+
     def forward(
         self,
         embeds: torch.Tensor,
@@ -263,6 +319,10 @@ class ForwardFromEmbeddings(FusedModel):
 
 
 class Decode(FusedModel):
+    @staticmethod
+    def reads(name: str) -> bool:
+        return not name.startswith(DRAFT)
+
     def forward(
         self,
         ids: torch.Tensor,
@@ -279,28 +339,38 @@ class Decode(FusedModel):
         return torch.ops.glimmer.sample(self.head(h), temperature, top_k, top_p, seed, pos)
 
 
-METHODS = {
-    "embed_text": (EmbedText, lambda n: n == "token_embd"),
-    "forward_from_embeddings": (ForwardFromEmbeddings, lambda n: n != "token_embd"),
-    "decode": (Decode, lambda n: True),
+METHODS: dict[str, type[FusedModel]] = {
+    "embed_text": EmbedText,
+    "forward_from_embeddings": ForwardFromEmbeddings,
+    "decode": Decode,
 }
 
 
-def gguf_weights(model: GGUFModel) -> Iterator[tuple[str, Weight]]:
-    """The graph's weights as slices of the GGUF file, unread."""
-    for name in weight_names(model.config):
-        dotted = name.replace("blk_", "blk.", 1)
-        if name.startswith("blk_"):
-            layer, rest = name.removeprefix("blk_").split("_", 1)
-            dotted = f"blk.{layer}.{rest}"
-        tensor = model.tensors[dotted + ".weight"]
-        if len(tensor.shape) == 1:
-            yield name, Weight(torch.from_numpy(tensor.float32()), "F32")
-        else:
-            raw = torch.from_numpy(tensor.raw())
-            yield name, Weight(raw, tensor.qtype, Path(tensor.path), tensor.offset)
+def _gguf_name(name: str) -> str:
+    """blk_3_attn_q -> blk.3.attn_q.weight, enc_output_norm -> enc.output_norm.weight."""
+    if name.startswith("blk_"):
+        layer, rest = name.removeprefix("blk_").split("_", 1)
+        name = f"blk.{layer}.{rest}"
+    return name.replace("enc_", "enc.", 1) + ".weight"
 
 
-def from_gguf(model: GGUFModel) -> FusedModel:
-    """The fused graph of a loaded GGUF file; its weights stay on disk."""
-    return FusedModel(model.config, dict(gguf_weights(model)))
+def _gguf_weight(tensor: GGUFTensor) -> Weight:
+    """A weight as a slice of its file, unread; norms are read."""
+    if len(tensor.shape) == 1:
+        return Weight(torch.from_numpy(tensor.float32()), "F32")
+    raw = torch.from_numpy(tensor.raw())
+    return Weight(raw, tensor.qtype, Path(tensor.path), tensor.offset)
+
+
+def from_gguf(model: GGUFModel, draft: GGUFDraft | None = None) -> FusedModel:
+    """The fused graph of a loaded GGUF file; its weights stay on disk.
+
+    draft: the file of a DFlash draft model for it. ValueError when it does not fit.
+    """
+    weights = {n: _gguf_weight(model.tensors[_gguf_name(n)]) for n in weight_names(model.config)}
+    if draft is None:
+        return FusedModel(model.config, weights)
+    check_draft(draft.config, model.config)
+    for name in draft_weight_names(draft.config):
+        weights[name] = _gguf_weight(draft.tensors[_gguf_name(name.removeprefix(DRAFT))])
+    return FusedModel(model.config, weights, draft=draft.config)

@@ -45,11 +45,12 @@ def add_rms_norm(
     residual: torch.Tensor,
     x: torch.Tensor,
     post_weight: torch.Tensor | None,
-    post_eps: float,
+    post_eps: float | None,
     next_weight: torch.Tensor | None,
     next_eps: float,
 ) -> Call:
-    post = _rms_norm(post_weight, x.size(-1), post_eps)
+    norms = post_eps is not None
+    post = _rms_norm(post_weight, x.size(-1), post_eps) if norms else torch.nn.Identity()
     following = _rms_norm(next_weight, x.size(-1), next_eps)
 
     def call() -> Result:

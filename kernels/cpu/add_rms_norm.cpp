@@ -1,17 +1,20 @@
 // add_rms_norm: residual' = residual + rms_norm(x, post); normed = rms_norm(residual', next).
+// Without post_eps there is no post-norm: residual' = residual + x.
 #include "norm.h"
 
 namespace glimmer::GLIMMER_ISA_NS {
 namespace {
 
-Status infer(const Tensor& residual, const Tensor& x, OptTensor post_weight, double post_eps,
+Status infer(const Tensor& residual, const Tensor& x, OptTensor post_weight, OptDouble post_eps,
              OptTensor next_weight, double next_eps, Shape& sum, Shape& normed) {
   GLIMMER_RETURN_IF_ERROR(expect_float(residual));
   GLIMMER_RETURN_IF_ERROR(expect_dims(residual, 2));
   GLIMMER_RETURN_IF_ERROR(expect(residual.size(1) > 0, residual, "a non-empty last dimension"));
   GLIMMER_RETURN_IF_ERROR(expect_shape(x, shape_like(residual)));
   GLIMMER_RETURN_IF_ERROR(check_norm_weight(post_weight, residual.size(1)));
-  GLIMMER_RETURN_IF_ERROR(check_eps("post_eps", post_eps));
+  if (post_weight)
+    GLIMMER_RETURN_IF_ERROR(expect(post_eps.has_value(), *post_weight, "None without post_eps"));
+  if (post_eps) GLIMMER_RETURN_IF_ERROR(check_eps("post_eps", *post_eps));
   GLIMMER_RETURN_IF_ERROR(check_norm_weight(next_weight, residual.size(1)));
   GLIMMER_RETURN_IF_ERROR(check_eps("next_eps", next_eps));
   sum = normed = shape_like(residual);
@@ -37,7 +40,7 @@ void add_scaled_row(const T* residual, const T* x, const NormWeight& weight, flo
 }
 
 Status run(const Context& ctx, const Tensor& residual, const Tensor& x, OptTensor post_weight,
-           double post_eps, OptTensor next_weight, double next_eps, Tensor& sum, Tensor& normed) {
+           OptDouble post_eps, OptTensor next_weight, double next_eps, Tensor& sum, Tensor& normed) {
   const int64_t dim = x.size(1);
   const NormWeight post(post_weight, dim), next(next_weight, dim);
   with_float_type(x.dtype, [&](auto t) {
@@ -46,8 +49,8 @@ Status run(const Context& ctx, const Tensor& residual, const Tensor& x, OptTenso
       for (int64_t r = begin; r < end; ++r) {
         const T* row = x.ptr<T>() + r * dim;
         T* sum_row = sum.ptr<T>() + r * dim;
-        add_scaled_row(residual.ptr<T>() + r * dim, row, post, inverse_rms(row, dim, post_eps),
-                       sum_row, dim);
+        const float inv = post_eps ? inverse_rms(row, dim, *post_eps) : 1.0f;
+        add_scaled_row(residual.ptr<T>() + r * dim, row, post, inv, sum_row, dim);
         // The rounded sum, so that the fused op equals the two ops it replaces.
         scale_row(sum_row, next, inverse_rms(sum_row, dim, next_eps), normed.ptr<T>() + r * dim,
                   dim);

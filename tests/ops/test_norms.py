@@ -103,3 +103,11 @@ def test_any_shape(m, d, dtype, weights):
     rtol = {"f32": 1e-4, "bf16": 2**-7, "f16": 2**-9}[dtype]
     for value, expected in zip(add_rms_norm(*args), OP.reference(*args), strict=True):
         torch.testing.assert_close(value, expected, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_post_norm_the_sum_is_plain(dtype):
+    residual, x, _, following = inputs(5, 6656, dtype)
+    total, normed = add_rms_norm(residual, x, None, None, following, 1e-5)
+    assert torch.equal(total, residual + x)
+    assert torch.equal(normed, rms_norm(total, following, 1e-5))

@@ -9,14 +9,16 @@ import torch
 
 import glimmer_ops
 from glimmer_ops.lowering import FusedModel
-from glimmer_ops.lowering.graph import make_pools
+from glimmer_ops.lowering.graph import PoolPages, make_pools
 
 
 @torch.no_grad()
 def eager_logits(model: FusedModel, ids: Sequence[int], chunk: int, exact: bool) -> np.ndarray:
     """float32 [len(ids), vocab_size] of one sequence, in chunks, with float32 pools."""
     n_pages = -(-len(ids) // 64)
-    pooled = model.with_pools(make_pools(model.config, n_pages, n_pages, torch.float32))
+    pooled = model.with_pools(
+        make_pools(model.config, None, PoolPages(n_pages, n_pages), torch.float32)
+    )
     table = torch.arange(n_pages, dtype=torch.int32).flip(0)[None]
     tokens, rows = torch.tensor(list(ids)), []
     with glimmer_ops.use_exact(exact):

@@ -94,6 +94,17 @@ struct Unbox<double> {
   }
 };
 template <>
+struct Unbox<OptDouble> {
+  static constexpr const char* what = "a float or None";
+  static bool is(const Arg& a) {
+    return Unbox<double>::is(a) || std::holds_alternative<std::monostate>(a);
+  }
+  static OptDouble get(const Arg& a) {
+    if (std::holds_alternative<std::monostate>(a)) return std::nullopt;
+    return Unbox<double>::get(a);
+  }
+};
+template <>
 struct Unbox<int64_t> {
   static constexpr const char* what = "an int";
   static bool is(const Arg& a) { return std::holds_alternative<int64_t>(a); }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -76,6 +77,7 @@ struct Tensor : Shape {
 };
 
 using OptTensor = const Tensor*;  // nullptr when absent
+using OptDouble = std::optional<double>;
 
 inline std::string to_string(const Shape& s) {
   std::string r = std::string(dtype_name(s.dtype)) + "[";

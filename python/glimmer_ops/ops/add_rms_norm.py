@@ -1,12 +1,13 @@
 """add_rms_norm: the sandwich tail, a post-norm, a residual sum and the next pre-norm in one op.
 
-residual' = residual + rms_norm(x, post_weight, post_eps)
+residual' = residual + rms_norm(x, post_weight, post_eps), or residual + x with post_eps None
 normed    = rms_norm(residual', next_weight, next_eps)
 
 residual, x: [T, D] of one dtype, float32, bfloat16 or float16. post_weight, next_weight: [D] of any
 of them, or None. Returns (residual', normed), both like residual. The sum is in float32, rounded
 once to the dtype; the next norm reads the rounded sum, so that the op equals the ops it replaces.
-Muse Glimmer's post_eps is 1e-8 and next_eps 1e-5. (Norm: see rms_norm.)
+Muse Glimmer's post_eps is 1e-8 and next_eps 1e-5; its DFlash draft has no post-norms, so post_eps
+None and no post_weight. (Norm: see rms_norm.)
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def fake(
     residual: torch.Tensor,
     x: torch.Tensor,
     post_weight: torch.Tensor | None,
-    post_eps: float,
+    post_eps: float | None,
     next_weight: torch.Tensor | None,
     next_eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,11 +36,12 @@ def reference(
     residual: torch.Tensor,
     x: torch.Tensor,
     post_weight: torch.Tensor | None,
-    post_eps: float,
+    post_eps: float | None,
     next_weight: torch.Tensor | None,
     next_eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    total = (residual.double() + normalize(x, post_weight, post_eps)).to(residual.dtype)
+    added = x.double() if post_eps is None else normalize(x, post_weight, post_eps)
+    total = (residual.double() + added).to(residual.dtype)
     return total, normalize(total, next_weight, next_eps).to(residual.dtype)
 
 
@@ -47,7 +49,7 @@ def cost(
     residual: torch.Tensor,
     x: torch.Tensor,
     post_weight: torch.Tensor | None,
-    post_eps: float,
+    post_eps: float | None,
     next_weight: torch.Tensor | None,
     next_eps: float,
 ) -> Cost:
@@ -60,6 +62,9 @@ def cases() -> Iterator[Case]:
             yield Case(f"{name}/{m}x{d}", _args(m, d, dtype), name)
         yield Case(f"{name}/no-weights", _args(3, 512, dtype, weights=None), name)
         yield Case(f"{name}/f32-weights", _args(3, 512, dtype, weights=torch.float32), name)
+        for m, d in ((3, 512), (5, 6657)):
+            make = _args(m, d, dtype, eps=(None, 1e-5))
+            yield Case(f"{name}/no-post-norm-{m}x{d}", make, name)
         # Constant rows whose squares overflow float16. Gains in float32: with float16 ones most
         # sums would be exact ties, which float32 arithmetic breaks at random.
         for value in (300.0, 7600.0, 60000.0):
@@ -95,6 +100,7 @@ def _refusals() -> Iterator[Case]:
         ("empty", args(ones[:, :0], ones[:, :0], *plain), "residual: expected a non-empty"),
         ("post-weight", args(ones, ones, short, 1e-8, None, 1e-5), "post_weight: expected"),
         ("next-weight", args(ones, ones, None, 1e-8, short, 1e-5), "next_weight: expected"),
+        ("no-post", args(ones, ones, ones[0], None, None, 1e-5), "post_weight: expected None"),
         ("post-eps", args(ones, ones, None, nan, None, 1e-5), "post_eps: expected"),
         ("next-eps", args(ones, ones, None, 1e-8, None, -1.0), "next_eps: expected"),
     ):
@@ -108,7 +114,7 @@ def _args(
     weights: torch.dtype | None | str = "same",
     x_scale: float = 1.0,
     r_scale: float = 1.0,
-    eps: tuple[float, float] = (1e-8, 1e-5),
+    eps: tuple[float | None, float] = (1e-8, 1e-5),
     constant: bool = False,
 ) -> Any:
     def make() -> tuple[Any, ...]:
@@ -119,6 +125,8 @@ def _args(
         if weights is not None:
             kind = dtype if weights == "same" else weights
             post, following = ((1 + 0.1 * randn(g, d)).to(kind) for _ in range(2))
+        if eps[0] is None:
+            post = None
         return residual, x, post, eps[0], following, eps[1]
 
     return make
@@ -132,7 +140,7 @@ def bench() -> Iterator[Case]:
 OP = Op(
     name="add_rms_norm",
     args=(
-        "Tensor residual, Tensor x, Tensor? post_weight, float post_eps, "
+        "Tensor residual, Tensor x, Tensor? post_weight, float? post_eps, "
         "Tensor? next_weight, float next_eps"
     ),
     fake=fake,
