@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ._synth_file import GROUP, Rows, generator, normal
+from ._synth_file import GROUP, Rows, normal
 from .config import DraftConfig, ModelConfig
 from .synth import LOGIT_STD, POST_GAIN
 

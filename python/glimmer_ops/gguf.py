@@ -45,6 +45,7 @@ __all__ = [
     "expected_tensors",
     "load",
     "load_draft",
+    "load_either",
     "row_bytes",
 ]
 
@@ -178,7 +179,7 @@ def load(path: str | os.PathLike[str]) -> GGUFModel:
         GGUFError: for everything that is wrong with the file, naming the file and the key or
             tensor, what was expected and what was found.
     """
-    return _guarded(path, _load)
+    return _guarded(path, lambda name: _model(name, read_header(name)))
 
 
 def load_draft(path: str | os.PathLike[str]) -> GGUFDraft:
@@ -186,7 +187,12 @@ def load_draft(path: str | os.PathLike[str]) -> GGUFDraft:
 
     Whether it fits a target is for `config.check_draft`. Raises GGUFError as `load` does.
     """
-    return _guarded(path, _load_draft)
+    return _guarded(path, lambda name: _draft(name, read_header(name)))
+
+
+def load_either(path: str | os.PathLike[str]) -> GGUFModel | GGUFDraft:
+    """`load` or `load_draft`, as the file's architecture says."""
+    return _guarded(path, _either)
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -265,8 +271,15 @@ def _guarded(path: str | os.PathLike[str], read: Callable[[str], _Loaded]) -> _L
         raise GGUFError(f"{name}: malformed GGUF header: {reason}"[:600]) from error
 
 
-def _load(path: str) -> GGUFModel:
-    header = _header(path, ARCHITECTURE)
+def _either(path: str) -> GGUFModel | GGUFDraft:
+    header = read_header(path)
+    found = header.metadata.get("general.architecture")
+    is_draft = isinstance(found, str) and found == DRAFT_ARCHITECTURE
+    return _draft(path, header) if is_draft else _model(path, header)
+
+
+def _model(path: str, header: Header) -> GGUFModel:
+    _check_header(header, ARCHITECTURE)
     infos = _canonical(header.infos)
     config = _config(header.metadata, infos)
     tensors = _check_tensors(path, header, infos, expected_tensors(config))
@@ -279,16 +292,15 @@ def _load(path: str) -> GGUFModel:
     return GGUFModel(str(Path(path).absolute()), config, tensors, header.metadata)
 
 
-def _load_draft(path: str) -> GGUFDraft:
-    header = _header(path, DRAFT_ARCHITECTURE)
+def _draft(path: str, header: Header) -> GGUFDraft:
+    _check_header(header, DRAFT_ARCHITECTURE)
     infos = _by_name(header.infos, lambda name: name)
     config = _draft_config(header.metadata, infos)
     tensors = _check_tensors(path, header, infos, expected_draft_tensors(config))
     return GGUFDraft(str(Path(path).absolute()), config, tensors, header.metadata)
 
 
-def _header(path: str, architecture: str) -> Header:
-    header = read_header(path)
+def _check_header(header: Header, architecture: str) -> None:
     found = header.metadata.get("general.architecture")
     if not isinstance(found, str) or found != architecture:
         shown = "nothing" if found is None else text_or_words(found)
@@ -301,7 +313,6 @@ def _header(path: str, architecture: str) -> Header:
         raise GGUFError(
             f"key general.alignment: expected a multiple of 8, found {header.alignment}"
         )
-    return header
 
 
 def _canonical(infos: list[TensorInfo]) -> dict[str, TensorInfo]:
