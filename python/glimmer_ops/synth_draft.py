@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import synth
-from ._synth_copy import agree
+from ._synth_copy import Computed, agree
 from ._synth_file import (
     Filling,
     Plan,
@@ -132,14 +132,13 @@ def _check_rate(error_rate: float, preset: str) -> None:
 
 
 def _agreeing(preset: str, seed: int, error_rate: float) -> tuple[Filling, Filling]:
-    target, draft = synth.PRESETS[preset], DRAFT_PRESETS[preset]
-    computed = agree(target, draft, seed, error_rate)
-    return tuple(
-        dataclasses.replace(filling, matrices=tensors.matrices, norms=tensors.norms)
-        for filling, tensors in zip(
-            (synth.filling(preset, seed), _filling(preset, seed)), computed, strict=True
-        )
-    )  # type: ignore[return-value]
+    configs = synth.PRESETS[preset], DRAFT_PRESETS[preset]
+    target, draft = agree(*configs, seed, error_rate)
+    return _with(synth.filling(preset, seed), target), _with(_filling(preset, seed), draft)
+
+
+def _with(filling: Filling, computed: Computed) -> Filling:
+    return dataclasses.replace(filling, matrices=computed.matrices, norms=computed.norms)
 
 
 def _filling(preset: str, seed: int) -> Filling:
