@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from glimmer_ops import _synth_file
+from glimmer_ops import _synth_file, synth_draft
 from glimmer_ops._synth_copy import (
     copy_gain,
     error_probability,
@@ -286,16 +286,15 @@ def test_progress_counts_both_files(tmp_path):
     assert done[-1] == plan_bytes(plan("tiny", "F16")) + plan_bytes(draft_plan("tiny", "F16"))
 
 
-@pytest.mark.parametrize("error_rate", [None, 0.1])
-def test_chunks_are_bounded_whatever_the_tensor(monkeypatch, tmp_path, error_rate):
+def test_chunks_are_bounded_whatever_the_tensor(monkeypatch, tmp_path):
     sizes = []
     encode = _synth_file.encode
-    monkeypatch.setattr(_synth_file, "_CHUNK", 1 << 16)
+    monkeypatch.setattr(_synth_file, "_CHUNK", 1 << 17)
     monkeypatch.setattr(
         _synth_file, "encode", lambda x, qtype: sizes.append(x.numel()) or encode(x, qtype)
     )
-    pair(tmp_path, "tiny", "F16", error_rate=error_rate)
-    assert max(sizes) <= 1 << 16
+    pair(tmp_path, "tiny", "F16", error_rate=0.1)
+    assert max(sizes) <= 1 << 17
 
 
 @pytest.mark.parametrize("share", [0.1, 0.95])
@@ -314,24 +313,23 @@ def test_both_files_appear_or_none(tmp_path, share):
     assert {(tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == {b"precious"}
 
 
-def test_lack_of_space_for_the_draft_is_found_before_writing(tmp_path, monkeypatch):
-    (tmp_path / "full").mkdir()
-
-    def usage(path):
-        free = 1000 if path.name == "full" else 1 << 40
-        return collections.namedtuple("usage", "total used free")(1, 1, free)
-
-    monkeypatch.setattr(_synth_file.shutil, "disk_usage", usage)
-    seen = []
-    with pytest.raises(OSError, match=r"d.gguf: expected \d+ bytes of free space, found 1000"):
-        synth_pair(
-            tmp_path / "t.gguf",
-            tmp_path / "full" / "d.gguf",
-            "tiny",
-            "F16",
-            progress=lambda done, total: seen.append(done),
-        )
-    assert not seen and os.listdir(tmp_path) == ["full"]
+@pytest.mark.parametrize("folder", [".", "other"])
+def test_lack_of_space_is_found_before_writing(tmp_path, monkeypatch, folder):
+    """Room for each file, but for both only where they lie on two disks."""
+    (tmp_path / folder).mkdir(exist_ok=True)
+    sizes = plan_bytes(plan("tiny", "F16")), plan_bytes(draft_plan("tiny", "F16"))
+    free = sizes[0] + 1000 if folder == "." else sizes[0]
+    usage = collections.namedtuple("usage", "total used free")(1, 1, free)
+    monkeypatch.setattr(_synth_file.shutil, "disk_usage", lambda path: usage)
+    paths = tmp_path / "t.gguf", tmp_path / folder / "d.gguf"
+    if folder == "other":
+        monkeypatch.setattr(synth_draft, "_one_disk", lambda *paths: False)
+        assert all(path.exists() for path in synth_pair(*paths, "tiny", "F16"))
+        return
+    words = f"d.gguf: expected {sum(sizes)} bytes of free space, found {free}"
+    with pytest.raises(OSError, match=words):
+        synth_pair(*paths, "tiny", "F16", progress=lambda done, total: pytest.fail("written"))
+    assert not os.listdir(tmp_path)
 
 
 def test_bad_arguments_are_named(tmp_path):
@@ -346,8 +344,9 @@ def test_bad_arguments_are_named(tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             pair(tmp_path, *arguments, **options)
-    with pytest.raises(ValueError, match="draft_path: expected another file than the target's"):
-        synth_pair(tmp_path / "t.gguf", tmp_path / "t.gguf", "tiny", "F16")
+    for same in ("t.gguf", f"../{tmp_path.name}/t.gguf"):
+        with pytest.raises(ValueError, match="draft_path: expected another file than the target"):
+            synth_pair(tmp_path / "t.gguf", tmp_path / same, "tiny", "F16")
     with pytest.raises(IsADirectoryError, match="expected a file name"):
         synth_pair(tmp_path / "t.gguf", tmp_path, "tiny", "F16")
     with pytest.raises(FileNotFoundError):
