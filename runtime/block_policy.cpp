@@ -8,12 +8,13 @@
 namespace glimmer {
 namespace {
 
-constexpr double kFade = 0.9;       // of the counts, a pass
-constexpr double kPrior = 0.75;     // acceptance of a draft before any was seen
-constexpr double kPriorWeight = 1;  // drafts that the prior counts for
-constexpr double kRowCost = 0.1;    // of a further row, in plain steps, before any was measured
-constexpr int64_t kPlainFirst = 2;  // plain passes to begin with: what others are compared to
-constexpr int64_t kProbe = 4;       // length of the block that ends a pause
+constexpr int64_t kLengths[] = {2, 3, 4, 6, 8, 12, 16};  // few, so that each is measured soon
+constexpr double kFade = 0.9;                            // of the counts, a pass
+constexpr double kPauseFade = 0.25;                      // of the counts, a pause
+constexpr double kPrior = 0.75;       // acceptance of a draft before any was seen
+constexpr double kPriorWeight = 0.5;  // drafts that the prior counts for
+constexpr int64_t kPlainFirst = 2;    // plain passes to begin with: what others are compared to
+constexpr int64_t kProbe = 4;         // length of the block that ends a pause
 constexpr int64_t kMinPause = 16, kMaxPause = 256;  // tokens
 
 }  // namespace
@@ -41,6 +42,8 @@ int64_t BlockPolicy::choose(int64_t limit) {
   }
   pause_ = next_pause_;
   next_pause_ = std::min(2 * next_pause_, kMaxPause);
+  for (double& count : tried_) count *= kPauseFade;
+  for (double& count : accepted_) count *= kPauseFade;
   return 1;
 }
 
@@ -74,30 +77,15 @@ double BlockPolicy::tokens(int64_t block) const {
 }
 
 double BlockPolicy::cost(int64_t block) const {
-  int64_t low = 0, high = 0, before = 0;  // the measured lengths around `block`
-  for (int64_t b = 1; b <= max_block_; ++b) {
-    if (costs_[b].count == 0) continue;
-    if (b <= block) {
-      before = low;
-      low = b;
-    } else if (high == 0) {
-      high = b;
-    }
-  }
-  if (low == 0) return high == 0 ? 0 : costs_[high].least();
-  const double at = costs_[low].least();
-  const double rows = static_cast<double>(block - low);
-  if (rows == 0) return at;
-  if (high != 0) return at + rows * (costs_[high].least() - at) / static_cast<double>(high - low);
-  if (before == 0) return at * (1 + kRowCost * rows);
-  const double slope = (at - costs_[before].least()) / static_cast<double>(low - before);
-  return at + rows * std::max(slope, 0.0);
+  while (block > 1 && costs_[block].count == 0) --block;
+  return costs_[block].least();
 }
 
 int64_t BlockPolicy::best(int64_t limit) const {
   int64_t best = 1;
   double rate = 1 / cost(1);
-  for (int64_t block = 2; block <= limit; ++block) {
+  for (int64_t block : kLengths) {
+    if (block > limit) break;
     const double r = tokens(block) / cost(block);
     if (!(r > rate)) continue;
     best = block;

@@ -259,6 +259,10 @@ class Session:
         """Number of tokens of a slot's sequence."""
         return self._session.length(_int("slot", slot))
 
+    def room(self, slot: int) -> int:
+        """The most tokens that the slot's next step has positions and free pages for."""
+        return self._session.room(_int("slot", slot))
+
     def prefill(
         self,
         slot: int,
