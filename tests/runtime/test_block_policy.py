@@ -58,7 +58,7 @@ def test_noise_on_the_costs_does_not_mislead(cost):
 def test_switches_off_when_drafts_do_not_pay(cost):
     found, blocks = run(_C.BlockPolicy(MAX), COSTS[cost], 0.02, 2000)
     assert found >= 0.95  # of plain decoding
-    assert np.mean(np.array(blocks[100:]) == 1) > 0.9
+    assert np.mean(np.array(blocks[100:]) == 1) > 0.85
 
 
 def test_tries_again_and_comes_back():
