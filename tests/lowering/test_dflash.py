@@ -16,7 +16,7 @@ from glimmer_ops.lowering import FusedModel, from_gguf
 from glimmer_ops.lowering.dflash import DRAFT_METHODS
 from glimmer_ops.lowering.graph import METHODS, PoolPages, make_pools
 from mutation.faults import DRAFT_FAULTS, Fault
-from support.draft import (
+from support.dflash import (
     LAYERS,
     PAGE,
     TARGET,

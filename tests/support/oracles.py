@@ -16,7 +16,7 @@ from glimmer_ops.lowering import FusedModel
 from glimmer_ops.lowering.graph import DRAFT
 from glimmer_ops.oracle import load_upstream, run_upstream
 
-from . import draft
+from . import dflash
 
 
 def dense(model: GGUFModel, name: str) -> torch.Tensor:
@@ -151,8 +151,8 @@ class TransformersDraft:
 
     def __init__(self, model: FusedModel, incremental: bool) -> None:
         self.incremental = incremental
-        self.embedding = draft.dense(model.weights["token_embd"])
-        self.head = draft.dense(model.weights["output"])
+        self.embedding = dflash.dense(model.weights["token_embd"])
+        self.head = dflash.dense(model.weights["output"])
         self.module = _assistant(model)
         self.cache: Any = None
 
@@ -164,7 +164,7 @@ class TransformersDraft:
         return cache
 
     @torch.no_grad()
-    def logits(self, what: draft.Script) -> list[torch.Tensor]:
+    def logits(self, what: dflash.Script) -> list[torch.Tensor]:
         """Logits [B, vocab_size] of every pass."""
         logits, done = [], 0
         for step in what.passes:
@@ -230,6 +230,6 @@ def _assistant(model: FusedModel):
     }
     for i in range(d.n_layers):
         state |= {f"layers.{i}.{theirs}": f"blk_{i}_{ours}" for theirs, ours in names.items()}
-    weights = {f"{k}.weight": draft.dense(model.weights[DRAFT + v]) for k, v in state.items()}
+    weights = {f"{k}.weight": dflash.dense(model.weights[DRAFT + v]) for k, v in state.items()}
     _load(module, weights)
     return module
