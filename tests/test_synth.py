@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from glimmer_ops import synth as synth_module
+from glimmer_ops import _synth_file as synth_file
 from glimmer_ops.gguf import QTYPES, load
 from glimmer_ops.synth import PRESETS, QUANTS, plan, plan_bytes, synth
 
@@ -169,7 +169,7 @@ def test_same_seed_same_bytes_whatever_the_threads(tmp_path, tiny):
 
 def test_repeated_rows_differ_and_keep_their_statistics(monkeypatch, tmp_path):
     """The way 30b is drawn, on a small model: every row is distinct and well distributed."""
-    monkeypatch.setattr(synth_module, "_CHUNK", 200 * 1536)
+    monkeypatch.setattr(synth_file, "_CHUNK", 200 * 1536)
     monkeypatch.setitem(PRESETS, "30b", PRESETS["tiny"])
     model = load(synth(tmp_path / "m.gguf", "30b", "Q4_K_M"))
     down = model.tensors["blk.3.ffn_down.weight"]
@@ -199,10 +199,10 @@ def test_progress_reaches_the_total(tmp_path):
 def test_chunks_are_bounded_whatever_the_tensor(monkeypatch, tmp_path):
     """The head of the real model has 1.3 G weights: no more than a chunk is ever held."""
     sizes = []
-    encode = synth_module.encode
-    monkeypatch.setattr(synth_module, "_CHUNK", 1 << 16)
+    encode = synth_file.encode
+    monkeypatch.setattr(synth_file, "_CHUNK", 1 << 16)
     monkeypatch.setattr(
-        synth_module, "encode", lambda x, qtype: sizes.append(x.numel()) or encode(x, qtype)
+        synth_file, "encode", lambda x, qtype: sizes.append(x.numel()) or encode(x, qtype)
     )
     synth(tmp_path / "m.gguf", "tiny", "Q4_K_M")
     assert max(sizes) <= 1 << 16
@@ -234,7 +234,7 @@ def test_a_partial_file_never_has_the_final_name(tmp_path):
 
 def test_lack_of_space_is_found_before_writing(tmp_path, monkeypatch):
     usage = collections.namedtuple("usage", "total used free")(1, 1, 1000)
-    monkeypatch.setattr(synth_module.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(synth_file.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(OSError, match=r"expected \d+ bytes of free space, found 1000"):
         synth(tmp_path / "m.gguf", "tiny", "Q4_K_M")
     assert not os.listdir(tmp_path)

@@ -184,13 +184,31 @@ def synth(
     out: Annotated[Path, typer.Option(help="The GGUF file to write.")],
     quant: Annotated[str, typer.Option(help="F16, Q4_K_M, Q5_K_M or Q6_K.")] = "Q4_K_M",
     seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
+    draft_out: Annotated[
+        Path | None, typer.Option(help="Also write a DFlash draft model that fits it.")
+    ] = None,
+    draft_error_rate: Annotated[
+        float | None,
+        typer.Option(help="Build the two to agree on all but this share of greedy tokens."),
+    ] = None,
 ) -> None:
     """Write a valid random Muse Glimmer GGUF, to try everything with no download."""
     from .synth import synth as write
+    from .synth_draft import synth_pair
 
+    if draft_error_rate is not None and draft_out is None:
+        raise ValueError("--draft-error-rate: expected --draft-out as well")
     with _bytes_progress(f"writing {out.name}") as progress:
-        write(out, preset, quant, seed, progress)
-    console.print(f"{out}: {_size(out.stat().st_size)}", markup=False)
+        if draft_out is None:
+            files = [write(out, preset, quant, seed, progress)]
+        else:
+            files = [
+                *synth_pair(
+                    out, draft_out, preset, quant, seed, progress, error_rate=draft_error_rate
+                )
+            ]
+    for file in files:
+        console.print(f"{file}: {_size(file.stat().st_size)}", markup=False)
 
 
 @app.command()

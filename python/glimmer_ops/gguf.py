@@ -1,27 +1,56 @@
-"""Muse Glimmer GGUF files: untrusted bytes in, a checked model description out.
+"""Muse Glimmer GGUF files, the model's and its draft's: untrusted bytes in, a checked model out.
 
 Nothing is decoded here: a tensor is a name, a shape and a byte range, and its bytes are mapped
-only when asked for. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+only when asked for.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import stat
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TypeVar
 
 import gguf
 import numpy as np
 import numpy.typing as npt
 
 from ._files import check_not_special
-from .config import ModelConfig, sliding_layers
+from ._gguf_header import (
+    GGUFError,
+    Header,
+    Keys,
+    Metadata,
+    TensorInfo,
+    in_words,
+    read_header,
+    show,
+    text_or_words,
+)
+from .config import MAX_BLOCK, DraftConfig, ModelConfig, sliding_layers
+
+__all__ = [
+    "ARCHITECTURE",
+    "DEFAULT_PERIOD",
+    "DRAFT_ARCHITECTURE",
+    "FLOAT_QTYPES",
+    "QTYPES",
+    "GGUFDraft",
+    "GGUFError",
+    "GGUFModel",
+    "GGUFTensor",
+    "Metadata",
+    "expected_draft_tensors",
+    "expected_tensors",
+    "load",
+    "load_draft",
+    "load_either",
+    "row_bytes",
+]
 
 ARCHITECTURE = "muse-glimmer"
+DRAFT_ARCHITECTURE = "dflash"
 DEFAULT_PERIOD = 4  # of the global layers, where the file says nothing
 
 # Weight type -> (weights a block, bytes a block)
@@ -36,20 +65,13 @@ QTYPES: dict[str, tuple[int, int]] = {
 }
 FLOAT_QTYPES = ("F32", "F16", "BF16")
 
-# Bounds on what a header may claim. The official file has 731 tensors, some 40 keys, about 200,000
-# tokens and a header of about 12 MB.
-MAX_HEADER_BYTES = 1 << 27
-MAX_TENSORS = 1 << 16
-MAX_KEYS = 1 << 16
-MAX_ARRAY = 1 << 22
-
+_MAX_TAPS = 64  # layers that a draft may tap: the official one taps 5
 _IGNORED = frozenset({"rope_freqs.weight"})
 _GATE_ALIAS = ".attn_output_gate."
 _GATE = ".attn_gate."
+_ROLES = {ARCHITECTURE: "a target model", DRAFT_ARCHITECTURE: "a draft model"}
 
-
-class GGUFError(ValueError):
-    """The file is not a Muse Glimmer model that can be run; the message says why."""
+_Loaded = TypeVar("_Loaded")
 
 
 def row_bytes(k: int, qtype: str) -> int:
@@ -118,46 +140,27 @@ class GGUFTensor:
         return values.reshape(self.shape)
 
 
-class Metadata(Mapping[str, Any]):
-    """Keys and values of the file: int, float, bool, str, list[str] or a numpy array.
-
-    String arrays are decoded when read, so that a vocabulary costs nothing until it is needed.
-    A value that is not valid UTF-8 raises GGUFError naming the file and the key.
-    """
-
-    def __init__(self, path: str, values: dict[str, Any]) -> None:
-        self._path = path
-        self._values = values
-
-    def __getitem__(self, key: str) -> Any:
-        value = self._values[key]
-        try:
-            if isinstance(value, _Strings):
-                return value.decode()
-            if isinstance(value, bytes):
-                return value.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise GGUFError(
-                f"{self._path}: key {_show(key)}: expected UTF-8 text, found {error}"
-            ) from error
-        return value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._values
-
-
 @dataclasses.dataclass(frozen=True)
 class GGUFModel:
     """A checked file: `tensors` holds every tensor of the model under its canonical name."""
 
     path: str
     config: ModelConfig
+    tensors: dict[str, GGUFTensor]
+    metadata: Metadata
+
+    @property
+    def nbytes(self) -> int:
+        """Encoded bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class GGUFDraft:
+    """A checked draft model's file: no embedding and no output head, which are the target's."""
+
+    path: str
+    config: DraftConfig
     tensors: dict[str, GGUFTensor]
     metadata: Metadata
 
@@ -176,20 +179,20 @@ def load(path: str | os.PathLike[str]) -> GGUFModel:
         GGUFError: for everything that is wrong with the file, naming the file and the key or
             tensor, what was expected and what was found.
     """
-    name = os.fspath(path)
-    check_not_special(name, GGUFError)
-    try:
-        return _load(name)
-    except OSError as error:
-        raise GGUFError(f"{name}: cannot read: {error.strerror or error}") from error
-    except GGUFError as error:
-        text = str(error)
-        named = text.startswith((name, os.path.abspath(name)))
-        raise GGUFError(text if named else f"{name}: {text}") from error
-    except (ArithmeticError, LookupError, ValueError, RecursionError) as error:
-        # KeyError's text is the repr of its message
-        reason = error.args[0] if isinstance(error, KeyError) else str(error)
-        raise GGUFError(f"{name}: malformed GGUF header: {reason}"[:600]) from error
+    return _guarded(path, lambda name: _model(name, read_header(name)))
+
+
+def load_draft(path: str | os.PathLike[str]) -> GGUFDraft:
+    """Read and check the header of a DFlash draft model's GGUF file; nothing else is read.
+
+    Whether it fits a target is for `config.check_draft`. Raises GGUFError as `load` does.
+    """
+    return _guarded(path, lambda name: _draft(name, read_header(name)))
+
+
+def load_either(path: str | os.PathLike[str]) -> GGUFModel | GGUFDraft:
+    """`load` or `load_draft`, as the file's architecture says."""
+    return _guarded(path, _either)
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -220,306 +223,206 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-# --- parsing -------------------------------------------------------------------------------------
-
-
-class _Strings:
-    """A GGUF string array as its bytes: per string a u64 length and the text."""
-
-    def __init__(self, data: bytes, count: int) -> None:
-        self.data = data
-        self.count = count
-
-    def decode(self) -> list[str]:
-        strings = []
-        position = 0
-        for _ in range(self.count):
-            (length,) = _U64.unpack_from(self.data, position)
-            position += 8 + length
-            strings.append(self.data[position - length : position].decode("utf-8"))
-        return strings
-
-
-_U64 = struct.Struct("<Q")
-
-
-class _HeaderReader(gguf.GGUFReader):
-    """The gguf package's reader with every length checked before it is used.
-
-    The package slices past the end silently, loops over counts that the file states, and makes one
-    array per array element, which is slow for a vocabulary. Here an array is one part.
-    """
-
-    _limit: int
-    _bytes: npt.NDArray[np.uint8]
-
-    def _get(
-        self, offset: int, dtype: Any, count: int = 1, override_order: Any = None
-    ) -> npt.NDArray[Any]:
-        if not hasattr(self, "_limit"):
-            # The base class maps the file and then calls this: a plain view is faster to slice
-            self._bytes = np.asarray(self.data)
-            self._limit = min(self._bytes.size, MAX_HEADER_BYTES)
-        kind = np.dtype(dtype)
-        end = int(offset) + kind.itemsize * int(count)
-        if end > self._limit:
-            self._too_long(end)
-        part = self._bytes[int(offset) : end].view(kind)
-        return part.view(kind.newbyteorder(override_order or self.byte_order))
-
-    def _too_long(self, end: int) -> NoReturn:
-        if end > self._bytes.size:
-            raise GGUFError(
-                f"header: truncated: needs {end} bytes or more, the file has {self._bytes.size}"
-            )
-        raise GGUFError(f"header: expected at most {MAX_HEADER_BYTES} bytes, found {end} or more")
-
-    def _get_field_parts(
-        self, orig_offs: int, raw_type: int
-    ) -> tuple[int, list[npt.NDArray[Any]], list[int], list[gguf.GGUFValueType]]:
-        if raw_type != gguf.GGUFValueType.ARRAY:
-            return super()._get_field_parts(orig_offs, int(raw_type))
-        item = self._get(orig_offs, np.uint32)
-        length = self._get(orig_offs + 4, np.uint64)
-        item_type, count = gguf.GGUFValueType(int(item[0])), int(length[0])
-        if count > MAX_ARRAY:
-            raise GGUFError(f"header: expected arrays of at most {MAX_ARRAY}, found {count}")
-        start = int(orig_offs) + 12
-        if item_type == gguf.GGUFValueType.STRING:
-            data = self._get(start, np.uint8, self._strings_end(start, count) - start)
-        elif item_type in self.gguf_scalar_to_np:
-            data = self._get(start, self.gguf_scalar_to_np[item_type], count)
-        else:
-            raise GGUFError(f"header: arrays of {item_type.name} are not supported")
-        types = [gguf.GGUFValueType.ARRAY, item_type]
-        return 12 + data.nbytes, [item, length, data], [2], types
-
-    def _strings_end(self, position: int, count: int) -> int:
-        view = self._bytes.data
-        limit = self._limit
-        for _ in range(count):
-            if position + 8 > limit:
-                self._too_long(position + 8)
-            (length,) = _U64.unpack_from(view, position)
-            position += 8 + length
-        if position > limit:
-            self._too_long(position)
-        return position
-
-    def _build_fields(self, offs: int, count: int) -> int:
-        if self.byte_order != "I":
-            raise GGUFError("byte order: expected little-endian, found big-endian")
-        if count > MAX_KEYS:
-            raise GGUFError(f"key count: expected at most {MAX_KEYS}, found {count}")
-        return super()._build_fields(offs, int(count))
-
-    def _build_tensor_info(self, offs: int, count: int) -> tuple[int, list[gguf.ReaderField]]:
-        if count > MAX_TENSORS:
-            raise GGUFError(f"tensor count: expected at most {MAX_TENSORS}, found {count}")
-        return super()._build_tensor_info(offs, int(count))
-
-    def _build_tensors(self, start_offs: int, fields: list[gguf.ReaderField]) -> None:
-        # The base class would view the data of every tensor; sizes are checked by name instead
-        self.infos = [_TensorInfo.parse(field) for field in fields]
-
-
-@dataclasses.dataclass(frozen=True)
-class _TensorInfo:
-    name: str
-    shape: tuple[int, ...]  # row-major
-    type_id: int
-    offset: int  # from the start of the tensor data
-
-    @staticmethod
-    def parse(field: gguf.ReaderField) -> _TensorInfo:
-        _, name, n_dims, dims, type_id, offset = field.parts
-        if int(n_dims[0]) > 4:
-            raise GGUFError(
-                f"tensor {_show(bytes(name).decode('utf-8'))}: expected at most 4 dimensions, "
-                f"found {n_dims[0]}"
-            )
-        return _TensorInfo(
-            bytes(name).decode("utf-8"),
-            tuple(int(d) for d in reversed(dims)),
-            int(type_id[0]),
-            int(offset[0]),
-        )
-
-
-def _show(name: str) -> str:
-    """A name from the file, fit for a message."""
-    text = name if name.isprintable() and name else repr(name)
-    return text if len(text) <= 96 else text[:96] + "..."
-
-
-def _metadata(path: str, reader: _HeaderReader) -> Metadata:
-    values: dict[str, Any] = {}
-    for key, field in reader.fields.items():
-        if key.startswith("GGUF."):
-            continue
-        kind, data = field.types[0], field.parts[field.data[0]]
-        if kind == gguf.GGUFValueType.ARRAY:
-            if field.types[1] == gguf.GGUFValueType.STRING:
-                count = int(field.parts[field.data[0] - 1][0])
-                values[key] = _Strings(data.tobytes(), count)
-            else:
-                values[key] = data.copy()
-        elif kind == gguf.GGUFValueType.STRING:
-            values[key] = data.tobytes()
-        elif kind == gguf.GGUFValueType.BOOL:
-            values[key] = bool(data.view(np.uint8)[0])
-        else:
-            values[key] = data.tolist()[0]
-    return Metadata(path, values)
+def expected_draft_tensors(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> row-major shape of every tensor of a draft model, in the order of their use."""
+    dim, ffn = config.dim, config.ffn_dim
+    q_rows, kv_rows = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (dim, len(config.target_layers) * dim),
+        "enc.output_norm.weight": (dim,),
+    }
+    layer = {
+        "attn_norm": (dim,),
+        "attn_q": (q_rows, dim),
+        "attn_k": (kv_rows, dim),
+        "attn_v": (kv_rows, dim),
+        "attn_output": (dim, q_rows),
+        "attn_q_norm": (config.head_dim,),
+        "attn_k_norm": (config.head_dim,),
+        "ffn_norm": (dim,),
+        "ffn_gate": (ffn, dim),
+        "ffn_up": (ffn, dim),
+        "ffn_down": (dim, ffn),
+    }
+    for i in range(config.n_layers):
+        shapes.update({f"blk.{i}.{name}.weight": shape for name, shape in layer.items()})
+    shapes["output_norm.weight"] = (dim,)
+    return shapes
 
 
 # --- checking ------------------------------------------------------------------------------------
 
 
-def _load(path: str) -> GGUFModel:
-    status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):
-        raise GGUFError("expected a regular file")
-    if status.st_size < 24:
-        raise GGUFError(f"header: truncated: needs 24 bytes or more, the file has {status.st_size}")
-    reader = _HeaderReader(path)
-    metadata = _metadata(path, reader)
-    architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture != ARCHITECTURE:
-        found = "nothing" if architecture is None else _text(architecture)
-        raise GGUFError(f"key general.architecture: expected {ARCHITECTURE}, found {found}")
-    parts = metadata.get("split.count", 0)
-    if not isinstance(parts, int) or parts not in (0, 1):
-        raise GGUFError(f"key split.count: expected one file, found {_text(parts)} parts")
-    if reader.alignment % 8:
-        raise GGUFError(
-            f"key general.alignment: expected a multiple of 8, found {reader.alignment}"
-        )
+def _guarded(path: str | os.PathLike[str], read: Callable[[str], _Loaded]) -> _Loaded:
+    """What `read` gives; whatever it raises becomes a GGUFError that names the file."""
+    name = os.fspath(path)
+    check_not_special(name, GGUFError)
+    try:
+        return read(name)
+    except OSError as error:
+        raise GGUFError(f"{name}: cannot read: {error.strerror or error}") from error
+    except GGUFError as error:
+        text = str(error)
+        named = text.startswith((name, os.path.abspath(name)))
+        raise GGUFError(text if named else f"{name}: {text}") from error
+    except (ArithmeticError, LookupError, ValueError, RecursionError) as error:
+        # KeyError's text is the repr of its message
+        reason = error.args[0] if isinstance(error, KeyError) else str(error)
+        raise GGUFError(f"{name}: malformed GGUF header: {reason}"[:600]) from error
 
-    infos = _canonical(reader.infos)
-    config = _config(metadata, infos)
-    tensors = _check_tensors(
-        path, config, infos, int(reader.data_offset), int(reader.alignment), status.st_size
-    )
+
+def _either(path: str) -> GGUFModel | GGUFDraft:
+    header = read_header(path)
+    found = header.metadata.get("general.architecture")
+    is_draft = isinstance(found, str) and found == DRAFT_ARCHITECTURE
+    return _draft(path, header) if is_draft else _model(path, header)
+
+
+def _model(path: str, header: Header) -> GGUFModel:
+    _check_header(header, ARCHITECTURE)
+    infos = _canonical(header.infos)
+    config = _config(header.metadata, infos)
+    tensors = _check_tensors(path, header, infos, expected_tensors(config))
     config = dataclasses.replace(
         config,
         q_scale=_uniform(tensors, config.n_layers, "attn_q_norm"),
         k_scale=_uniform(tensors, config.n_layers, "attn_k_norm"),
     )
     _validate(config)
-    return GGUFModel(str(Path(path).absolute()), config, tensors, metadata)
+    return GGUFModel(str(Path(path).absolute()), config, tensors, header.metadata)
 
 
-def _canonical(infos: list[_TensorInfo]) -> dict[str, _TensorInfo]:
-    tensors: dict[str, _TensorInfo] = {}
+def _draft(path: str, header: Header) -> GGUFDraft:
+    _check_header(header, DRAFT_ARCHITECTURE)
+    infos = _by_name(header.infos, lambda name: name)
+    config = _draft_config(header.metadata, infos)
+    tensors = _check_tensors(path, header, infos, expected_draft_tensors(config))
+    return GGUFDraft(str(Path(path).absolute()), config, tensors, header.metadata)
+
+
+def _check_header(header: Header, architecture: str) -> None:
+    found = header.metadata.get("general.architecture")
+    if not isinstance(found, str) or found != architecture:
+        shown = "nothing" if found is None else text_or_words(found)
+        role = f", {_ROLES[found]}" if isinstance(found, str) and found in _ROLES else ""
+        raise GGUFError(f"key general.architecture: expected {architecture}, found {shown}{role}")
+    parts = header.metadata.get("split.count", 0)
+    if not isinstance(parts, int) or parts not in (0, 1):
+        raise GGUFError(f"key split.count: expected one file, found {text_or_words(parts)} parts")
+    if header.alignment % 8:
+        raise GGUFError(
+            f"key general.alignment: expected a multiple of 8, found {header.alignment}"
+        )
+
+
+def _canonical(infos: list[TensorInfo]) -> dict[str, TensorInfo]:
+    return _by_name(infos, lambda name: name.replace(_GATE_ALIAS, _GATE))
+
+
+def _by_name(infos: list[TensorInfo], canonical: Callable[[str], str]) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
     for info in infos:
         if info.name in _IGNORED:
             continue
-        name = info.name.replace(_GATE_ALIAS, _GATE)
+        name = canonical(info.name)
         if name in tensors:
             raise GGUFError(
-                f"tensor {_show(info.name)}: duplicate (the file also holds "
-                f"{_show(tensors[name].name)})"
+                f"tensor {show(info.name)}: duplicate (the file also holds "
+                f"{show(tensors[name].name)})"
             )
         tensors[name] = info
     return tensors
 
 
-def _config(metadata: Metadata, infos: dict[str, _TensorInfo]) -> ModelConfig:
+def _config(metadata: Metadata, infos: dict[str, TensorInfo]) -> ModelConfig:
     """Everything but the QK scales, which tensors hold."""
-    n_layers = _int(metadata, "block_count", 1)
-    if n_layers > len(infos):
-        raise GGUFError(
-            f"key {ARCHITECTURE}.block_count: expected at most the number of tensors "
-            f"({len(infos)}), found {n_layers}"
-        )
-    head_dim = _int(metadata, "attention.key_length", 1)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if _full(key) in metadata and _int(metadata, key, 1) != head_dim:
-            raise GGUFError(
-                f"key {_full(key)}: expected attention.key_length ({head_dim}), "
-                f"found {_int(metadata, key, 1)}"
-            )
-    scaling = metadata.get(_full("rope.scaling.type"), "none")
-    if not isinstance(scaling, str) or scaling != "none":
-        raise GGUFError(f"key {_full('rope.scaling.type')}: expected none, found {_text(scaling)}")
+    keys = Keys(metadata, ARCHITECTURE)
+    n_layers = _n_layers(keys, infos)
     # RoPE runs on sliding layers only, so a base of their own replaces the general one
-    theta = _float(metadata, "rope.freq_base")
-    if _full("rope.freq_base_swa") in metadata:
-        theta = _float(metadata, "rope.freq_base_swa")
+    theta = keys.number("rope.freq_base")
+    if "rope.freq_base_swa" in keys:
+        theta = keys.number("rope.freq_base_swa")
     config = ModelConfig(
-        dim=_int(metadata, "embedding_length", 1),
+        dim=keys.integer("embedding_length", 1),
         n_layers=n_layers,
-        n_heads=_int(metadata, "attention.head_count", 1),
-        n_kv_heads=_int(metadata, "attention.head_count_kv", 1),
-        head_dim=head_dim,
-        ffn_dim=_int(metadata, "feed_forward_length", 1),
-        vocab_size=_vocab_size(metadata, infos),
-        eps=_float(metadata, "attention.layer_norm_rms_epsilon"),
+        n_heads=keys.integer("attention.head_count", 1),
+        n_kv_heads=keys.integer("attention.head_count_kv", 1),
+        head_dim=_head_dim(keys),
+        ffn_dim=keys.integer("feed_forward_length", 1),
+        vocab_size=_vocab_size(keys, infos),
+        eps=keys.number("attention.layer_norm_rms_epsilon"),
         rope_theta=theta,
-        window=_int(metadata, "attention.sliding_window", 0),
-        sliding=_sliding(metadata, n_layers),
-        soft_cap=_float(metadata, "final_logit_softcapping"),
-        logit_scale=_float(metadata, "logit_scale"),
+        window=keys.integer("attention.sliding_window", 0),
+        sliding=_sliding(keys, n_layers),
+        soft_cap=keys.number("final_logit_softcapping"),
+        logit_scale=keys.number("logit_scale"),
         q_scale=1.0,
         k_scale=1.0,
-        context_length=_int(metadata, "context_length", 1),
+        context_length=keys.integer("context_length", 1),
     )
     _validate(config)
     return config
 
 
-def _validate(config: ModelConfig) -> None:
+def _draft_config(metadata: Metadata, infos: dict[str, TensorInfo]) -> DraftConfig:
+    keys = Keys(metadata, DRAFT_ARCHITECTURE)
+    n_layers = _n_layers(keys, infos)
+    windowed = "attention.sliding_window" in keys
+    config = DraftConfig(
+        dim=keys.integer("embedding_length", 1),
+        n_layers=n_layers,
+        n_heads=keys.integer("attention.head_count", 1),
+        n_kv_heads=keys.integer("attention.head_count_kv", 1),
+        head_dim=_head_dim(keys),
+        ffn_dim=keys.integer("feed_forward_length", 1),
+        eps=keys.number("attention.layer_norm_rms_epsilon"),
+        rope_theta=keys.number("rope.freq_base"),
+        window=keys.integer("attention.sliding_window", 0) if windowed else 0,
+        sliding=_draft_sliding(keys, n_layers, windowed),
+        block_size=keys.integer("block_size", 2, MAX_BLOCK),
+        target_layers=_target_layers(keys),
+        mask_token_id=Keys(metadata, "tokenizer.ggml").integer("mask_token_id", 0),
+        context_length=keys.integer("context_length", 1),
+    )
+    _validate(config)
+    return config
+
+
+def _validate(config: ModelConfig | DraftConfig) -> None:
     try:
         config.validate()
     except ValueError as error:
         raise GGUFError(f"model: {error}") from error
 
 
-def _full(key: str) -> str:
-    return f"{ARCHITECTURE}.{key}"
-
-
-def _required(metadata: Metadata, key: str) -> Any:
-    if _full(key) not in metadata:
-        raise GGUFError(f"key {_full(key)}: missing")
-    return metadata[_full(key)]
-
-
-def _kind(value: object) -> str:
-    """A metadata value in words: bounded, whatever the file holds."""
-    if isinstance(value, np.ndarray):
-        return f"an array of {value.size} {value.dtype}"
-    if isinstance(value, list):
-        return f"an array of {len(value)} strings"
-    return _show(str(value)) if isinstance(value, (int, float)) else repr(value)[:96]
-
-
-def _text(value: object) -> str:
-    """A text as it is, anything else in words."""
-    return _show(value) if isinstance(value, str) else _kind(value)
-
-
-def _int(metadata: Metadata, key: str, low: int) -> int:
-    value = _required(metadata, key)
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 1 << 31:
+def _n_layers(keys: Keys, infos: dict[str, TensorInfo]) -> int:
+    n_layers = keys.integer("block_count", 1)
+    if n_layers > len(infos):
         raise GGUFError(
-            f"key {_full(key)}: expected an integer of {low} to {(1 << 31) - 1}, "
-            f"found {_kind(value)}"
+            f"key {keys.full('block_count')}: expected at most the number of tensors "
+            f"({len(infos)}), found {n_layers}"
         )
-    return value
+    return n_layers
 
 
-def _float(metadata: Metadata, key: str) -> float:
-    value = _required(metadata, key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise GGUFError(f"key {_full(key)}: expected a number, found {_kind(value)}")
-    if not (value > 0 and value < float("inf")):
-        raise GGUFError(f"key {_full(key)}: expected a finite positive number, found {value}")
-    return float(value)
+def _head_dim(keys: Keys) -> int:
+    """The one size of a head, all of which RoPE turns as it is."""
+    head_dim = keys.integer("attention.key_length", 1)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if key in keys and keys.integer(key, 1) != head_dim:
+            raise GGUFError(
+                f"key {keys.full(key)}: expected attention.key_length ({head_dim}), "
+                f"found {keys.integer(key, 1)}"
+            )
+    scaling = keys.value("rope.scaling.type") if "rope.scaling.type" in keys else "none"
+    if not isinstance(scaling, str) or scaling != "none":
+        raise GGUFError(
+            f"key {keys.full('rope.scaling.type')}: expected none, found {text_or_words(scaling)}"
+        )
+    return head_dim
 
 
-def _vocab_size(metadata: Metadata, infos: dict[str, _TensorInfo]) -> int:
+def _vocab_size(keys: Keys, infos: dict[str, TensorInfo]) -> int:
     info = infos.get("token_embd.weight")
     if info is None:
         raise GGUFError("tensor token_embd.weight: missing")
@@ -527,51 +430,83 @@ def _vocab_size(metadata: Metadata, infos: dict[str, _TensorInfo]) -> int:
         raise GGUFError(
             f"tensor token_embd.weight: expected 2 dimensions, found shape {list(info.shape)}"
         )
-    if _full("vocab_size") not in metadata:
+    if "vocab_size" not in keys:
         return info.shape[0]
-    size = _int(metadata, "vocab_size", 1)
+    size = keys.integer("vocab_size", 1)
     if size != info.shape[0]:
         raise GGUFError(
-            f"key {_full('vocab_size')}: expected the rows of token_embd.weight "
+            f"key {keys.full('vocab_size')}: expected the rows of token_embd.weight "
             f"({info.shape[0]}), found {size}"
         )
     return size
 
 
-def _sliding(metadata: Metadata, n_layers: int) -> tuple[bool, ...]:
-    key = _full("attention.sliding_window_pattern")
-    if key not in metadata:
+_PATTERN = "attention.sliding_window_pattern"
+
+
+def _sliding(keys: Keys, n_layers: int) -> tuple[bool, ...]:
+    if _PATTERN not in keys:
         return sliding_layers(n_layers, DEFAULT_PERIOD)
-    value = metadata[key]
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biu":
-        if value.size != n_layers:
-            raise GGUFError(f"key {key}: expected {n_layers} entries, found {value.size}")
-        flags = value.view(np.uint8) if value.dtype == np.bool_ else value
-        for i, flag in enumerate(flags.tolist()):
-            if flag not in (0, 1):
-                raise GGUFError(f"key {key}[{i}]: expected 0 or 1, found {flag}")
-        return tuple(bool(flag) for flag in flags.tolist())
+    value = keys.value(_PATTERN)
+    if _is_flags(value):
+        return _flags(keys.full(_PATTERN), value, n_layers)
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return sliding_layers(n_layers, value)
     raise GGUFError(
-        f"key {key}: expected {n_layers} flags or a positive period, found {_kind(value)}"
+        f"key {keys.full(_PATTERN)}: expected {n_layers} flags or a positive period, "
+        f"found {in_words(value)}"
     )
+
+
+def _draft_sliding(keys: Keys, n_layers: int, windowed: bool) -> tuple[bool, ...]:
+    """One window for all layers, or for those that the pattern flags."""
+    if _PATTERN not in keys:
+        return (windowed,) * n_layers
+    value = keys.value(_PATTERN)
+    if not _is_flags(value):
+        raise GGUFError(
+            f"key {keys.full(_PATTERN)}: expected {n_layers} flags, found {in_words(value)}"
+        )
+    return _flags(keys.full(_PATTERN), value, n_layers)
+
+
+def _is_flags(value: object) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind in "biu"
+
+
+def _flags(key: str, value: npt.NDArray[np.generic], count: int) -> tuple[bool, ...]:
+    if value.size != count:
+        raise GGUFError(f"key {key}: expected {count} entries, found {value.size}")
+    flags = value.view(np.uint8) if value.dtype == np.bool_ else value
+    for i, flag in enumerate(flags.tolist()):
+        if flag not in (0, 1):
+            raise GGUFError(f"key {key}[{i}]: expected 0 or 1, found {flag}")
+    return tuple(bool(flag) for flag in flags.tolist())
+
+
+def _target_layers(keys: Keys) -> tuple[int, ...]:
+    key, value = keys.full("target_layers"), keys.value("target_layers")
+    is_integers = isinstance(value, np.ndarray) and value.dtype.kind in "iu"
+    if not is_integers or not 1 <= value.size <= _MAX_TAPS:
+        raise GGUFError(f"key {key}: expected 1 to {_MAX_TAPS} layers, found {in_words(value)}")
+    layers = value.tolist()
+    for i, layer in enumerate(layers):
+        if layer < 0 or (i and layer <= layers[i - 1]):
+            raise GGUFError(f"key {key}: expected ascending layers, found {layers}")
+    return tuple(layers)
 
 
 def _check_tensors(
     path: str,
-    config: ModelConfig,
-    infos: dict[str, _TensorInfo],
-    data_offset: int,
-    alignment: int,
-    file_size: int,
+    header: Header,
+    infos: dict[str, TensorInfo],
+    shapes: dict[str, tuple[int, ...]],
 ) -> dict[str, GGUFTensor]:
-    shapes = expected_tensors(config)
     missing = [name for name in shapes if name not in infos]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise GGUFError(f"tensor {missing[0]}: missing{more}")
-    extra = [_show(info.name) for name, info in infos.items() if name not in shapes]
+    extra = [show(info.name) for name, info in infos.items() if name not in shapes]
     if extra:
         more = f" and {len(extra) - 8} more" if len(extra) > 8 else ""
         raise GGUFError(f"unexpected tensors: {', '.join(extra[:8])}{more}")
@@ -594,16 +529,16 @@ def _check_tensors(
                 f"{qtype}, found {shape[-1]}"
             )
         nbytes = size * (shape[-1] // block) * (shape[0] if len(shape) == 2 else 1)
-        if info.offset % alignment:
+        if info.offset % header.alignment:
             raise GGUFError(
-                f"tensor {info.name}: expected an offset aligned to {alignment}, "
+                f"tensor {info.name}: expected an offset aligned to {header.alignment}, "
                 f"found {info.offset}"
             )
-        offset = data_offset + info.offset
-        if offset + nbytes > file_size:
+        offset = header.data_offset + info.offset
+        if offset + nbytes > header.file_size:
             raise GGUFError(
                 f"tensor {info.name}: ends at byte {offset + nbytes}, beyond the end of the file "
-                f"({file_size})"
+                f"({header.file_size})"
             )
         tensors[name] = GGUFTensor(name, qtype, shape, absolute, offset, nbytes)
 
@@ -617,14 +552,14 @@ def _check_tensors(
     return tensors
 
 
-def _qtype(info: _TensorInfo) -> str:
+def _qtype(info: TensorInfo) -> str:
     try:
         qtype = gguf.GGMLQuantizationType(info.type_id).name
     except ValueError:
         qtype = f"unknown type {info.type_id}"
     if qtype not in QTYPES:
         raise GGUFError(
-            f"tensor {_show(info.name)}: expected one of the types {', '.join(QTYPES)}, "
+            f"tensor {show(info.name)}: expected one of the types {', '.join(QTYPES)}, "
             f"found {qtype}"
         )
     return qtype

@@ -167,13 +167,14 @@ def _describe_data(path: Path) -> Description:
 # --- GGUF ----------------------------------------------------------------------------------------
 
 
-def _by_role(model: gguf.GGUFModel) -> Description:
+def _by_role(model: gguf.GGUFModel | gguf.GGUFDraft) -> Description:
     """For each kind of tensor, which layers have which type; "" for a tensor of no layer."""
     roles: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for name, tensor in model.tensors.items():
         parts = name.removesuffix(".weight").split(".")
         layer = [int(parts[1])] if parts[0] == "blk" else []
-        roles[parts[-1]][tensor.qtype].extend(layer)
+        role = ".".join(parts[2:] if layer else parts)
+        roles[role][tensor.qtype].extend(layer)
     return {role: {t: ranges(x) for t, x in types.items()} for role, types in roles.items()}
 
 
@@ -193,12 +194,11 @@ def _tokenizer(model: gguf.GGUFModel) -> Description:
 
 
 def _describe_gguf(path: Path) -> Description:
-    model = gguf.load(path)
+    model = gguf.load_either(path)
     tensors = model.tensors.values()
-    config = dict(vars(model.config))
-    config["sliding"] = [bool(s) for s in config["sliding"]]
-    return {
-        "kind": "gguf",
+    config = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(model.config).items()}
+    described: Description = {
+        "kind": "draft" if isinstance(model, gguf.GGUFDraft) else "gguf",
         "path": str(path),
         "bytes": path.stat().st_size,
         "config": config,
@@ -206,8 +206,10 @@ def _describe_gguf(path: Path) -> Description:
         "tensor_bytes": model.nbytes,
         "by_type": _tally((t.qtype, t.nbytes) for t in tensors),
         "by_role": _by_role(model),
-        "tokenizer": _tokenizer(model),
     }
+    if isinstance(model, gguf.GGUFModel):  # a draft's vocabulary is its target's
+        described["tokenizer"] = _tokenizer(model)
+    return described
 
 
 def describe(path: Path, source: Path | None = None) -> Description:
@@ -317,7 +319,8 @@ def _gguf_tables(d: Description) -> Iterator[Table]:
     for role, types in d["by_role"].items():
         roles.add_row(role, "; ".join(f"{t}: {x}" if x else t for t, x in types.items()))
     yield roles
-    yield _pairs(d["tokenizer"], "tokenizer")
+    if "tokenizer" in d:
+        yield _pairs(d["tokenizer"], "tokenizer")
 
 
 def _data_tables(d: Description) -> Iterator[Table]:
@@ -331,5 +334,10 @@ def _data_tables(d: Description) -> Iterator[Table]:
 
 def tables(described: Description) -> Iterator[Table]:
     """What `describe` gave, for people."""
-    kinds = {"program": _program_tables, "gguf": _gguf_tables, "data": _data_tables}
+    kinds = {
+        "program": _program_tables,
+        "gguf": _gguf_tables,
+        "draft": _gguf_tables,
+        "data": _data_tables,
+    }
     return kinds[described["kind"]](described)

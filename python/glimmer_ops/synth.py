@@ -8,26 +8,34 @@ head is scaled so that logits differ by whole units and greedy decoding is decis
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import math
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from pathlib import Path
 
 import gguf
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from ._synth_file import (
+    Filling,
+    Plan,
+    Progress,
+    check_place,
+    counting,
+    plan_bytes,
+    staged,
+    uniform_gains,
+    write,
+)
 from .config import ModelConfig, sliding_layers
-from .gguf import ARCHITECTURE, DEFAULT_PERIOD, QTYPES, expected_tensors, row_bytes
-from .kquant_encode import encode
+from .gguf import ARCHITECTURE, DEFAULT_PERIOD, expected_tensors
 from .tokenizer import byte_alphabet
 
 QK_SCALE = 43.7840518911  # of the official checkpoint; attn_q_norm holds it over sqrt(head_dim)
 LOGIT_STD = 4.5  # of the logits before the soft cap
+POST_GAIN = 0.25  # mean gain of the post-norms
 PATTERNS = ("array", "period", "none")
 GATE_NAMES = ("attn_gate", "attn_output_gate")
 # Quant -> (most matrices, attn_v and ffn_down of the layers that use more bits, output head)
@@ -43,11 +51,6 @@ _FILE_TYPES = {
     "Q5_K_M": gguf.LlamaFileType.MOSTLY_Q5_K_M,
     "Q6_K": gguf.LlamaFileType.MOSTLY_Q6_K,
 }
-
-Progress = Callable[[int, int], None]
-Plan = list[tuple[str, tuple[int, ...], str]]
-
-_CHUNK = 1 << 22  # weights drawn and encoded at a time: 16 MB of fp32
 
 
 def _f32(x: float) -> float:
@@ -98,29 +101,29 @@ def plan(preset: str, quant: str) -> Plan:
     `30b` with `Q4_K_M` has the types of the official 17 GB file: 365 Q4_K, 1 Q5_K, 52 Q6_K and
     313 F32 tensors. Raises ValueError for an unknown preset or quant.
     """
-    _choice("preset", preset, PRESETS)
-    _choice("quant", quant, QUANTS)
-    base, more, head = QUANTS[quant]
+    check_choice("preset", preset, PRESETS)
     config = PRESETS[preset]
+    return typed(expected_tensors(config), config.n_layers, quant)
+
+
+def typed(shapes: dict[str, tuple[int, ...]], n_layers: int, quant: str) -> Plan:
+    """The plan of tensors of these names and shapes: each with the type that the quant gives it."""
+    check_choice("quant", quant, QUANTS)
+    base, more, head = QUANTS[quant]
     tensors: Plan = []
-    for name, shape in expected_tensors(config).items():
+    for name, shape in shapes.items():
         if len(shape) == 1:
             qtype = "F32"
         elif name == "output.weight":
             qtype = head
         elif name.endswith((".attn_v.weight", ".ffn_down.weight")) and _uses_more_bits(
-            int(name.split(".")[1]), config.n_layers
+            int(name.split(".")[1]), n_layers
         ):
             qtype = more
         else:
             qtype = base
         tensors.append((name, shape, qtype))
     return tensors
-
-
-def plan_bytes(tensors: Plan) -> int:
-    """Encoded bytes of the tensors of a plan, without header and padding."""
-    return sum(_nbytes(shape, qtype) for _, shape, qtype in tensors)
 
 
 def synth(
@@ -157,45 +160,31 @@ def synth(
         OSError: the folder is missing, lacks the space, or cannot be written.
     """
     tensors = plan(preset, quant)
-    _choice("pattern", pattern, PATTERNS)
-    _choice("gate_name", gate_name, GATE_NAMES)
-    if seed < 0:
-        raise ValueError(f"seed: expected 0 or greater, found {seed}")
+    check_choice("pattern", pattern, PATTERNS)
+    check_choice("gate_name", gate_name, GATE_NAMES)
+    check_seed(seed)
     target = Path(path)
     total = plan_bytes(tensors)
-    if target.is_dir():
-        raise IsADirectoryError(f"{target}: expected a file name, found a folder")
-    free = shutil.disk_usage(target.absolute().parent).free
-    if free < total:
-        raise OSError(f"{target}: expected {total} bytes of free space, found {free}")
-
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    writer = gguf.GGUFWriter(partial, ARCHITECTURE)
-    try:
-        _add_metadata(writer, preset, quant, pattern)
-        for name, shape, qtype in tensors:
-            writer.add_tensor_info(
-                name.replace(".attn_gate.", f".{gate_name}."),
-                shape,
-                np.dtype(np.float32),
-                _nbytes(shape, qtype),
-                raw_dtype=gguf.GGMLQuantizationType[qtype],
-            )
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        _write_tensors(writer, tensors, PRESETS[preset], seed, preset == "30b", total, progress)
-        writer.close()
-        os.replace(partial, target)
-    finally:
-        # A failed flush inside close must not keep the partial file alive
-        with contextlib.suppress(OSError):
-            writer.close()
-        partial.unlink(missing_ok=True)
+    check_place(target, total)
+    with staged(target) as partial:
+        write(
+            partial,
+            ARCHITECTURE,
+            functools.partial(add_keys, preset=preset, quant=quant, pattern=pattern),
+            tensors,
+            filling(preset, seed),
+            counting(progress, total),
+            lambda name: name.replace(".attn_gate.", f".{gate_name}."),
+        )
     return target
 
 
-def _choice(name: str, value: str, choices: Iterable[str]) -> None:
+def check_seed(seed: int) -> None:
+    if seed < 0:
+        raise ValueError(f"seed: expected 0 or greater, found {seed}")
+
+
+def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     if value not in choices:
         raise ValueError(f"{name}: expected one of {', '.join(choices)}, found {value!r}")
 
@@ -207,18 +196,43 @@ def _uses_more_bits(i: int, n_layers: int) -> bool:
     return i < eighth or i >= 7 * n_layers // 8 or (i - eighth) % 3 == 2
 
 
-def _nbytes(shape: tuple[int, ...], qtype: str) -> int:
-    return math.prod(shape[:-1]) * row_bytes(shape[-1], qtype)
+def filling(preset: str, seed: int) -> Filling:
+    """The weights of a preset's random model."""
+    config = PRESETS[preset]
+    return Filling(
+        seed,
+        functools.partial(_std, config),
+        functools.partial(_gains, config),
+        repeat=preset == "30b",
+    )
+
+
+def _std(config: ModelConfig, name: str, k: int) -> float:
+    if name == "output.weight":
+        # The normed hidden state has rms 1, so h @ W.T has std * sqrt(dim)
+        return LOGIT_STD / (math.sqrt(config.dim) * config.logit_scale)
+    return 1 / math.sqrt(k)
+
+
+def _gains(
+    config: ModelConfig, name: str, size: int, draw: np.random.Generator
+) -> npt.NDArray[np.float32]:
+    if ".attn_q_norm." in name:
+        return np.full(size, config.q_scale, np.float32)
+    if ".attn_k_norm." in name:
+        return np.full(size, config.k_scale, np.float32)
+    centre, spread = (POST_GAIN, POST_GAIN / 10) if ".post_" in name else (1.0, 0.1)
+    return uniform_gains(size, centre, spread, draw)
 
 
 # --- metadata ------------------------------------------------------------------------------------
 
 
-def _add_metadata(writer: gguf.GGUFWriter, preset: str, quant: str, pattern: str) -> None:
+def add_keys(writer: gguf.GGUFWriter, preset: str, quant: str, pattern: str) -> None:
+    """Keys and vocabulary of a preset."""
     config = PRESETS[preset]
     writer.add_name(f"Muse Glimmer synthetic {preset} {quant}")
-    writer.add_file_type(_FILE_TYPES[quant])
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    add_types(writer, quant)
     writer.add_block_count(config.n_layers)
     writer.add_context_length(config.context_length)
     writer.add_embedding_length(config.dim)
@@ -239,6 +253,12 @@ def _add_metadata(writer: gguf.GGUFWriter, preset: str, quant: str, pattern: str
     elif pattern == "period":
         writer.add_uint32(key, DEFAULT_PERIOD)
     _add_tokenizer(writer, config.vocab_size)
+
+
+def add_types(writer: gguf.GGUFWriter, quant: str) -> None:
+    """The keys that tell the mix of weight types."""
+    writer.add_file_type(_FILE_TYPES[quant])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
 # Enough merges that a prompt meets multi-byte tokens, chained merges and leading spaces
@@ -278,108 +298,3 @@ def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
     writer.add_bos_token_id(first_control + _CONTROL.index("<|begin_of_text|>"))
     writer.add_eos_token_id(first_control + _CONTROL.index("<|end_of_text|>"))
     writer.add_eot_token_id(first_control + _CONTROL.index("<|eot|>"))
-
-
-# --- weights -------------------------------------------------------------------------------------
-
-
-def _write_tensors(
-    writer: gguf.GGUFWriter,
-    tensors: Plan,
-    config: ModelConfig,
-    seed: int,
-    repeat: bool,
-    total: int,
-    progress: Progress | None,
-) -> None:
-    # GGUFWriter.write_tensor_data wants a whole tensor at once (the head has 925 MB), so chunks go
-    # to its file directly, padded as it pads.
-    assert writer.fout is not None
-    file = writer.fout[0]
-    done = 0
-    with ThreadPoolExecutor(1) as drawer:
-        for index, (name, shape, qtype) in enumerate(tensors):
-            writer.write_padding(file, file.tell())
-            chunks: Iterator[npt.NDArray[np.uint8]]
-            if len(shape) == 1:
-                gain = _norm(name, shape[0], config, _generator(seed, index))
-                chunks = iter([gain.view(np.uint8)])
-            else:
-                std = 1 / math.sqrt(shape[1])
-                if name == "output.weight":
-                    # The normed hidden state has rms 1, so h @ W.T has std * sqrt(dim)
-                    std = LOGIT_STD / (math.sqrt(config.dim) * config.logit_scale)
-                rows = max(_CHUNK // shape[1], 1)
-                if repeat and shape[0] > rows:
-                    chunks = _repeated(drawer, shape, rows, qtype, std, seed, index)
-                else:
-                    chunks = _drawn(drawer, shape, rows, qtype, std, seed, index)
-            for chunk in chunks:
-                chunk.tofile(file)
-                done += chunk.nbytes
-                if progress is not None:
-                    progress(done, total)
-        writer.write_padding(file, file.tell())
-
-
-def _generator(seed: int, *key: int) -> np.random.Generator:
-    """An independent stream for each key, so that no draw depends on another's order."""
-    return np.random.Generator(np.random.SFC64(np.random.SeedSequence(seed, spawn_key=key)))
-
-
-def _norm(
-    name: str, size: int, config: ModelConfig, generator: np.random.Generator
-) -> npt.NDArray[np.float32]:
-    if ".attn_q_norm." in name:
-        return np.full(size, config.q_scale, np.float32)
-    if ".attn_k_norm." in name:
-        return np.full(size, config.k_scale, np.float32)
-    centre, spread = (0.25, 0.025) if ".post_" in name else (1.0, 0.1)
-    unit = generator.random(size, dtype=np.float32) * 2 - 1
-    return (centre + spread * unit).astype(np.float32)
-
-
-def _draw(rows: int, k: int, std: float, seed: int, key: tuple[int, ...]) -> torch.Tensor:
-    weights = _generator(seed, *key).standard_normal((rows, k), dtype=np.float32)
-    weights *= np.float32(std)
-    return torch.from_numpy(weights)
-
-
-def _drawn(
-    drawer: ThreadPoolExecutor,
-    shape: tuple[int, ...],
-    rows: int,
-    qtype: str,
-    std: float,
-    seed: int,
-    index: int,
-) -> Iterator[npt.NDArray[np.uint8]]:
-    """Encoded chunks of `rows` rows; the next one is drawn while this one is encoded."""
-    n, k = shape
-    sizes = [min(rows, n - start) for start in range(0, n, rows)]
-    pending = drawer.submit(_draw, sizes[0], k, std, seed, (index, 0))
-    for i in range(len(sizes)):
-        weights = pending.result()
-        if i + 1 < len(sizes):
-            pending = drawer.submit(_draw, sizes[i + 1], k, std, seed, (index, i + 1))
-        yield encode(weights, qtype).numpy()
-
-
-def _repeated(
-    drawer: ThreadPoolExecutor,
-    shape: tuple[int, ...],
-    rows: int,
-    qtype: str,
-    std: float,
-    seed: int,
-    index: int,
-) -> Iterator[npt.NDArray[np.uint8]]:
-    """The first `rows` rows as drawn, then the same with their super-blocks reordered."""
-    n, k = shape
-    (base,) = _drawn(drawer, (rows, k), rows, qtype, std, seed, index)
-    yield base
-    block, size = QTYPES[qtype]
-    groups = base.reshape(rows, k // 256, 256 // block * size)
-    for repeat, start in enumerate(range(rows, n, rows), 1):
-        order = _generator(seed, index, repeat).permutation(groups.shape[1])
-        yield groups[: min(rows, n - start), order].reshape(-1, base.shape[1])

@@ -359,7 +359,13 @@ def _refusals() -> tuple[type[Exception], ...]:
 
 
 TARGET = Target(
-    instrument=("glimmer_ops.gguf", "glimmer_ops.config", "glimmer_ops.tokenizer", "gguf"),
+    instrument=(
+        "glimmer_ops._gguf_header",
+        "glimmer_ops.gguf",
+        "glimmer_ops.config",
+        "glimmer_ops.tokenizer",
+        "gguf",
+    ),
     prepare=prepare,
     refusals=_refusals,
     mutate=mutate,
