@@ -133,11 +133,15 @@ class Script:
     passes: tuple[Pass, ...]
 
 
-@functools.cache
-def script(passes: int = 72, first: int = 3) -> Script:
+def script(
+    target: ModelConfig = TARGET,
+    draft: DraftConfig | None = None,
+    passes: int = 72,
+    first: int = 3,
+) -> Script:
     """A text that grows by 1…16 tokens a pass, with blocks of 2…16, in random order, every number
-    of each occurring once 16 passes are over; the first pass appends `first`."""
-    d, g = draft_config("mixed"), torch.Generator().manual_seed(2)
+    of each occurring once 17 passes are over; the first pass appends `first`."""
+    d, g = draft or draft_config("mixed"), torch.Generator().manual_seed(2)
 
     def shuffled(low: int, high: int) -> list[int]:
         numbers: list[int] = []
@@ -151,7 +155,7 @@ def script(passes: int = 72, first: int = 3) -> Script:
     blocks = []
     for size in sizes:
         block = torch.full((size,), d.mask_token_id)
-        block[0] = torch.randint(0, TARGET.vocab_size - 1, (1,), generator=g)
+        block[0] = torch.randint(0, target.vocab_size - 1, (1,), generator=g)
         blocks.append(block)
     # Layers deeper in the target have larger residuals: their order matters.
     scale = torch.arange(1, len(d.target_layers) + 1).repeat_interleave(d.dim)
