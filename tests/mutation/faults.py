@@ -38,6 +38,8 @@ def _memory(op: str, case: str) -> str:
     return f"tests/ops/test_fixtures.py::test_memory[{op}-cpu-{case}]"
 
 
+CHI_SQUARE = "tests/ops/test_sample.py::test_chi_square_of_temperature_with_top_k_and_top_p[scalar]"
+
 # Faults of one file stay together: that spares compilations.
 FAULTS = [
     Fault(
@@ -268,6 +270,24 @@ FAULTS = [
         "static_cast<uint32_t>(s), static_cast<uint32_t>(s >> 32));",
         "static_cast<uint32_t>(s >> 32), static_cast<uint32_t>(s));",
         _check("sample", "seeds-64-bit"),
+    ),
+    Fault(
+        "shared-noise",
+        "biased draw",
+        "two neighbouring ids share their noise",
+        "kernels/cpu/sample.cpp",
+        "score + gumbel_of(words_.word[id % 4]);",
+        "score + gumbel_of(words_.word[id % 4 & ~1]);",
+        CHI_SQUARE,
+    ),
+    Fault(
+        "top-p-total",
+        "swapped steps",
+        "the mass that top-p takes its share of is summed before the temperature",
+        "kernels/cpu/sample.cpp",
+        "total += weight_of(row.score(id));",
+        "total += weight_of(row.score(id) * row.temperature);",
+        CHI_SQUARE,
     ),
     Fault(
         "int32-rows",
