@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 import glimmer_ops
-from glimmer_ops.gguf import GGUFModel
+from glimmer_ops.gguf import GGUFModel, load, load_draft
 from glimmer_ops.lowering import FusedModel, from_gguf
 from glimmer_ops.lowering.dflash import DRAFT_METHODS
 from glimmer_ops.lowering.graph import METHODS, PoolPages, make_pools
+from glimmer_ops.synth_draft import synth_pair
 from mutation.faults import DRAFT_FAULTS, Fault
 from support.dflash import (
     LAYERS,
@@ -78,6 +80,22 @@ def test_a_long_prompt_in_any_chunks(chunks: tuple[int, ...]) -> None:
     model, what = random_draft("mixed"), script(passes=6, first=200)
     oracle = TransformersDraft(model, incremental=True).logits(what)
     assert distance(fused_logits(model, what, chunks=chunks), oracle) <= BOUND
+
+
+@pytest.mark.parametrize("error_rate", [None, 0.2], ids=["random", "agreeing"])
+def test_draft_files_with_the_targets_own_taps(error_rate: float | None, tmp_path) -> None:
+    """Files, loaders and both models together."""
+    files = synth_pair(
+        tmp_path / "t.gguf", tmp_path / "d.gguf", "tiny", "Q4_K_M", error_rate=error_rate
+    )
+    model = from_gguf(load(files[0]), load_draft(files[1]))
+    what = script(model.config, model.draft, passes=20)
+    ids = np.random.default_rng(4).integers(0, 1024, len(what.taps)).tolist()
+    outs = run_target(model, "target_forward_from_embeddings", ids, 16)
+    what = dataclasses.replace(what, taps=torch.cat([taps for _, taps in outs]))
+    oracle = TransformersDraft(model, incremental=True).logits(what)
+    assert torch.cat(oracle).std() > 1
+    assert distance(fused_logits(model, what), oracle) <= BOUND
 
 
 @pytest.mark.parametrize("fault", DRAFT_FAULTS, ids=lambda f: f.id)
@@ -170,16 +188,18 @@ def tapped_model(file: GGUFModel) -> FusedModel:
     return FusedModel(file.config, weights, draft=draft)
 
 
-def run_target(model: FusedModel, method: str, chunk: int) -> list[tuple[torch.Tensor, ...]]:
-    """What an exported method's graph returns of TARGET_IDS, chunk by chunk."""
-    pages = -(-len(TARGET_IDS) // PAGE)
+def run_target(
+    model: FusedModel, method: str, tokens: list[int], chunk: int
+) -> list[tuple[torch.Tensor, ...]]:
+    """What an exported method's graph returns of one sequence, chunk by chunk."""
+    pages = -(-len(tokens) // PAGE)
     pools = make_pools(model.config, None, PoolPages(pages, pages), torch.float32)
     graph = (METHODS | DRAFT_METHODS)[method](
         model.config, model.weights, pools, model.id, model.draft
     )
     table, outs = torch.arange(pages, dtype=torch.int32).flip(0)[None], []
-    for start in range(0, len(TARGET_IDS), chunk):
-        ids = torch.tensor(TARGET_IDS[start : start + chunk])
+    for start in range(0, len(tokens), chunk):
+        ids = torch.tensor(tokens[start : start + chunk])
         pos, slot = start + torch.arange(len(ids)), torch.zeros(len(ids), dtype=torch.int64)
         if method.endswith("decode"):
             f, i = torch.ones(len(ids)), torch.full_like(ids, 20)
@@ -194,7 +214,7 @@ def run_target(model: FusedModel, method: str, chunk: int) -> list[tuple[torch.T
 
 def test_taps_are_the_residuals_before_the_layers(tiny_gguf) -> None:
     file = tiny_gguf("Q4_K_M")
-    outs = run_target(tapped_model(file), "target_forward_from_embeddings", 16)
+    outs = run_target(tapped_model(file), "target_forward_from_embeddings", TARGET_IDS, 16)
     ours = torch.cat([taps for _, taps in outs])
     assert ours.shape == (len(TARGET_IDS), len(TAPPED) * file.config.dim)
     for taps in (transformers_taps, upstream_taps):
@@ -210,14 +230,14 @@ def test_taps_are_the_residuals_before_the_layers(tiny_gguf) -> None:
 @pytest.mark.parametrize("plain", ["decode", "forward_from_embeddings"])
 def test_tapping_changes_no_bit(tiny_gguf, plain: str, chunk: int) -> None:
     model = tapped_model(tiny_gguf("Q4_K_M"))
-    with_taps = run_target(model, METHOD_WITH_TAPS[plain], chunk)
-    without = run_target(model, plain, chunk)
+    with_taps = run_target(model, METHOD_WITH_TAPS[plain], TARGET_IDS, chunk)
+    without = run_target(model, plain, TARGET_IDS, chunk)
     for (out, taps), (expected,) in zip(with_taps, without, strict=True):
         assert torch.equal(out, expected) and len(taps) == len(out)
 
 
 def test_both_target_methods_tap_equal_bits(tiny_gguf) -> None:
     model = tapped_model(tiny_gguf("F16"))
-    runs = [run_target(model, method, 16) for method in METHOD_WITH_TAPS.values()]
+    runs = [run_target(model, method, TARGET_IDS, 16) for method in METHOD_WITH_TAPS.values()]
     for (_, a), (_, b) in zip(*runs, strict=True):
         assert torch.equal(a, b)
