@@ -24,6 +24,9 @@ from glimmer_ops.oracle import upstream_logits
 from glimmer_ops.session import Session
 from glimmer_ops.synth import synth
 from glimmer_ops.tokenizer import Tokenizer
+from mutation.faults import DRAFT_FAULTS
+from support.dflash import LAYERS, distance, faulty_graph, fused_logits, random_draft, script
+from support.oracles import TransformersDraft
 
 CPU = BACKENDS["cpu"]
 Row = list[str]
@@ -182,9 +185,43 @@ def model_errors() -> str:
     return markdown(*rows)
 
 
+# --- The draft model ------------------------------------------------------------------------------
+
+
+def draft_errors() -> str:
+    """Logits of a small random draft against transformers', by its use of its cache."""
+    rows: list[Row] = [["layers", "weights", "max abs diff, cache kept", "new cache a pass"]]
+    what = script()
+    for layers in LAYERS:
+        for qtype in ("F16", "Q4_K"):
+            model = random_draft(layers, qtype)
+            ours = fused_logits(model, what)
+            errors = [
+                distance(ours, TransformersDraft(model, incremental).logits(what))
+                for incremental in (True, False)
+            ]
+            rows.append([layers, qtype, *(f"{e:.1e}" for e in errors)])
+    return markdown(*rows)
+
+
+def draft_faults() -> str:
+    """What each planted fault of the draft's graph does to its logits."""
+    rows: list[Row] = [["fault", "max abs diff", "rms diff"]]
+    model, what = random_draft("mixed"), script()
+    oracle = torch.cat(TransformersDraft(model, incremental=True).logits(what))
+    for f in DRAFT_FAULTS:
+        graph = faulty_graph(f.file, f.old, f.new)
+        diff = torch.cat(fused_logits(model, what, graph, fill=0.0)) - oracle
+        rms = float(diff.square().mean().sqrt())
+        rows.append([f"{f.kind}: {f.what}", f"{diff.abs().max():.1e}", f"{rms:.1e}"])
+    return markdown(*rows)
+
+
 TABLES = {
     "op-errors": op_errors,
     "own-bounds": own_bounds,
     "isa": isa_differences,
     "model": model_errors,
+    "draft": draft_errors,
+    "draft-faults": draft_faults,
 }

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from .graph import DRAFT, METHODS, FusedModel
+from .graph import DRAFT, Decode, ForwardFromEmbeddings, FusedModel
 
 ROPE = "half"  # pairs (i, i + head_dim / 2), unlike the target's
 
@@ -112,8 +112,10 @@ class DraftModel(FusedModel):
         return self._linear(out, self._draft(layer, "attn_output"))
 
 
-class TargetForwardFromEmbeddings(METHODS["forward_from_embeddings"]):  # type: ignore[misc]
+class TargetForwardFromEmbeddings(FusedModel):
     """forward_from_embeddings that also returns every row's taps, float32 [T, n_taps · dim]."""
+
+    reads = ForwardFromEmbeddings.reads
 
     def forward(
         self,
@@ -129,8 +131,10 @@ class TargetForwardFromEmbeddings(METHODS["forward_from_embeddings"]):  # type: 
         return self.head(h.index_select(0, rows)), torch.cat(taps, -1)
 
 
-class TargetDecode(METHODS["decode"]):  # type: ignore[misc]
+class TargetDecode(FusedModel):
     """decode that also returns every row's taps, float32 [T, n_taps · dim]."""
+
+    reads = Decode.reads
 
     def forward(
         self,

@@ -1,9 +1,9 @@
-"""fuse(model): upstream's MuseGlimmerModel -> the fused graph.
+"""fuse(model, draft): upstream's MuseGlimmerModel, and DFlashDraftModel -> the fused graph.
 
 Upstream's loader (`executorch.examples.models.muse_glimmer`) lays a layer's projections out in one
 of three ways: q, k, v and gate apart; [q | k | v | gate] in one matrix; [q | k | gate] in one and v
 apart; gate and up joined or apart. The graph takes all of them: a joined matrix is cut by rows,
-without a copy.
+without a copy. A draft model has one layout.
 
 Weight types taken: raw GGUF rows (`ExportableGGUFTensor` of Q4_K, Q5_K or Q6_K) and plain float32,
 float16 or bfloat16 tensors. Anything repacked for another backend is refused by name.
@@ -16,12 +16,25 @@ from typing import Any
 
 import torch
 
-from glimmer_ops.config import ModelConfig
+from glimmer_ops.config import DraftConfig, ModelConfig, check_draft
 
-from .graph import FusedModel, Weight
+from .graph import DRAFT, FusedModel, Weight
 
 FLOAT_QTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 GGUF_QTYPES = {"q4_k": "Q4_K", "q5_k": "Q5_K", "q6_k": "Q6_K"}
+DRAFT_LAYER = {  # upstream's names -> the graph's
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
 
 
 def model_config(upstream: Any) -> ModelConfig:
@@ -65,6 +78,37 @@ def model_config(upstream: Any) -> ModelConfig:
         context_length=c.max_seq_len,
     )
     config.validate()
+    return config
+
+
+def draft_config(upstream: Any) -> DraftConfig:
+    """The DraftConfig of an upstream draft model's DFlashConfig.
+
+    A layer is sliding where `sliding_window_pattern` says so: without a pattern upstream builds
+    global layers only, whatever `sliding_window`. Raises ValueError naming the bad field.
+    """
+    c = upstream.config
+    sliding = tuple(bool(layer.self_attn.is_sliding) for layer in upstream.layers)
+    config = DraftConfig(
+        dim=c.dim,
+        n_layers=c.n_layers,
+        n_heads=c.n_heads,
+        n_kv_heads=c.n_kv_heads,
+        head_dim=c.head_dim,
+        ffn_dim=c.ffn_dim,
+        eps=c.norm_eps,
+        rope_theta=c.rope_theta,
+        window=(c.sliding_window or 0) if any(sliding) else 0,
+        sliding=sliding,
+        block_size=c.block_size,
+        target_layers=tuple(c.target_layers),
+        mask_token_id=c.mask_token_id,
+        context_length=c.max_seq_len,
+    )
+    try:
+        config.validate()
+    except ValueError as error:
+        raise ValueError(f"draft: {error}") from None
     return config
 
 
@@ -118,10 +162,26 @@ def _ffn(prefix: str, mlp: Any, path: str) -> dict[str, Weight]:
     return {prefix + "ffn_gate": gate, prefix + "ffn_up": up, prefix + "ffn_down": down}
 
 
-def fuse(model: Any) -> FusedModel:
+def _draft_weights(draft: Any) -> dict[str, Weight]:
+    names = {"fc": "fc", "hidden_norm": "enc_output_norm", "norm": "output_norm"}
+    for i in range(len(draft.layers)):
+        names |= {f"layers.{i}.{theirs}": f"blk_{i}_{ours}" for theirs, ours in DRAFT_LAYER.items()}
+    weights = {}
+    for theirs, ours in names.items():
+        module = draft.get_submodule(theirs)
+        is_norm = module.weight.dim() == 1
+        weights[DRAFT + ours] = (
+            _norm(module) if is_norm else _rows(f"draft.{theirs}", module.weight)
+        )
+    return weights
+
+
+def fuse(model: Any, draft: Any = None) -> FusedModel:
     """The fused graph of an upstream `MuseGlimmerModel`, sharing its weights' memory.
 
-    Raises ValueError naming the weight or setting that the graph cannot take.
+    draft: the `DFlashDraftModel` of a draft model for it, whose embedding and head are the
+    model's. Raises ValueError naming the weight or setting that the graph cannot take, or in which
+    the draft does not fit the model.
     """
     config = model_config(model)
     weights = {
@@ -137,4 +197,8 @@ def fuse(model: Any) -> FusedModel:
         weights[b + "ffn_norm"] = _norm(layer.mlp.norm)
         weights[b + "post_attention_norm"] = _norm(layer.post_attn_norm)
         weights[b + "post_ffw_norm"] = _norm(layer.post_ffn_norm)
-    return FusedModel(config, weights)
+    if draft is None:
+        return FusedModel(config, weights)
+    draft_settings = draft_config(draft)
+    check_draft(draft_settings, config)
+    return FusedModel(config, weights | _draft_weights(draft), draft=draft_settings)

@@ -11,17 +11,13 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from glimmer_ops import library  # noqa: F401  (defines torch.ops.glimmer)
 from glimmer_ops.config import DraftConfig, ModelConfig, check_draft
-from glimmer_ops.gguf import GGUFModel, GGUFTensor
-
-if TYPE_CHECKING:
-    from glimmer_ops.gguf import GGUFDraft
+from glimmer_ops.gguf import GGUFDraft, GGUFModel, GGUFTensor
 
 ROPE = "interleaved"  # pairs (2i, 2i + 1); the draft model's are halves
 DRAFT = "draft_"  # begins the names of the draft model's weights and pools
@@ -134,7 +130,9 @@ def make_pools(
 ) -> dict[str, torch.Tensor]:
     """Zeroed page pools [pages, kv_heads, 64, head_dim] of kv_dtype: k_<layer> and v_<layer>, and
     draft_k_<layer> and draft_v_<layer> of the draft model."""
-    models = [("", config, (pages.of_global, pages.of_sliding))]
+    models: list[tuple[str, ModelConfig | DraftConfig, tuple[int, int]]] = [
+        ("", config, (pages.of_global, pages.of_sliding))
+    ]
     if draft is not None:
         models.append((DRAFT, draft, (pages.draft_global, pages.draft_sliding)))
     pools = {}

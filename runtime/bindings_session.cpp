@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <map>
+#include <tuple>
 
 #include "bindings.h"
 #include "flat_tensor.h"
@@ -57,10 +58,19 @@ DType pool_dtype(const py::array& array) {
                            py::str(array.dtype()).cast<std::string>());
 }
 
-LayerKind to_kind(const std::string& kind) {
-  if (kind == "global") return LayerKind::Global;
-  if (kind == "sliding") return LayerKind::Sliding;
-  throw py::value_error("kind: expected 'global' or 'sliding', found '" + kind + "'");
+constexpr const char* kKindNames[2][2] = {{"global", "sliding"}, {"draft_global", "draft_sliding"}};
+
+const char* kind_name(Network network, LayerKind kind) {
+  return kKindNames[static_cast<int>(network)][static_cast<int>(kind)];
+}
+
+std::pair<Network, LayerKind> to_kind(const std::string& kind) {
+  for (Network network : {Network::Target, Network::Draft})
+    for (LayerKind k : {LayerKind::Global, LayerKind::Sliding})
+      if (kind == kind_name(network, k)) return {network, k};
+  throw py::value_error(
+      "kind: expected 'global', 'sliding', 'draft_global' or 'draft_sliding', found '" + kind +
+      "'");
 }
 
 const char* stop_reason_name(StopReason reason) {
@@ -91,7 +101,7 @@ class PyModel : public Model {
   void forward(const std::vector<float>& embeds, const Step& step, const std::vector<int64_t>& rows,
                const std::vector<float*>& out) override {
     py::gil_scoped_acquire gil;
-    const auto logits = FloatArray::ensure(method("forward")(
+    const auto logits = FloatArray::ensure(method(step.tap ? "target_forward" : "forward")(
         to_numpy(embeds, {step.size(), dim_}), to_numpy(step.pos), to_numpy(step.slot),
         table(*step.global_table), table(*step.sliding_table), to_numpy(rows)));
     if (!logits || logits.ndim() != 2 || logits.shape(0) != static_cast<py::ssize_t>(rows.size()) ||
@@ -105,26 +115,37 @@ class PyModel : public Model {
   std::vector<int64_t> decode(const Step& step,
                               const std::vector<SamplingParams>& sampling) override {
     py::gil_scoped_acquire gil;
-    return method("decode")(to_numpy(step.ids), to_numpy(step.pos), to_numpy(step.slot),
-                            table(*step.global_table), table(*step.sliding_table), sampling)
-        .cast<std::vector<int64_t>>();
+    return sampled(step.tap ? "target_decode" : "decode", step, sampling);
   }
 
-  void copy_page(LayerKind kind, int64_t src, int64_t dst) override {
+  void inject(const Step& step, const std::vector<int64_t>& rows) override {
     py::gil_scoped_acquire gil;
-    method("copy_page")(kind == LayerKind::Global ? "global" : "sliding", src, dst);
+    method("draft_prefill")(to_numpy(rows), to_numpy(step.pos), to_numpy(step.slot),
+                            table(*step.global_table), table(*step.sliding_table));
   }
 
-  Tensor pool(int64_t layer, char part) override {
+  std::vector<int64_t> draft(const Step& step,
+                             const std::vector<SamplingParams>& sampling) override {
     py::gil_scoped_acquire gil;
-    const auto array = method("pool")(layer, std::string(1, part)).cast<py::array>();
+    return sampled("draft_forward", step, sampling);
+  }
+
+  void copy_page(Network network, LayerKind kind, int64_t src, int64_t dst) override {
+    py::gil_scoped_acquire gil;
+    method("copy_page")(kind_name(network, kind), src, dst);
+  }
+
+  Tensor pool(Network network, int64_t layer, char part) override {
+    py::gil_scoped_acquire gil;
+    const char* name = network == Network::Draft ? "draft_pool" : "pool";
+    const auto array = method(name)(layer, std::string(1, part)).cast<py::array>();
     Tensor t;
     t.dtype = pool_dtype(array);
     if (array.ndim() != kMaxDims || !(array.flags() & py::array::c_style))
       throw std::runtime_error("pool: expected a contiguous array of 4 dimensions");
     for (t.ndim = 0; t.ndim < kMaxDims; ++t.ndim) t.sizes[t.ndim] = array.shape(t.ndim);
     t.data = const_cast<void*>(array.data());
-    pools_[{layer, part}] = array;
+    pools_[{network, layer, part}] = array;
     return t;
   }
 
@@ -139,9 +160,16 @@ class PyModel : public Model {
   py::array_t<int32_t> table(const std::vector<int32_t>& t) const {
     return table_array(t, limits_.slots);
   }
+  std::vector<int64_t> sampled(const char* name, const Step& step,
+                               const std::vector<SamplingParams>& sampling) const {
+    return method(name)(to_numpy(step.ids), to_numpy(step.pos), to_numpy(step.slot),
+                        table(*step.global_table), table(*step.sliding_table), sampling)
+        .cast<std::vector<int64_t>>();
+  }
 
   int64_t dim_ = 0;
-  std::map<std::pair<int64_t, char>, py::array> pools_;  // alive as long as their addresses are
+  // Alive as long as their addresses are.
+  std::map<std::tuple<Network, int64_t, char>, py::array> pools_;
 };
 
 TraceKind to_trace_kind(const std::string& kind) {
@@ -170,8 +198,9 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-std::shared_ptr<Session> make_session(std::shared_ptr<Model> model, std::optional<uint64_t> seed) {
-  auto session = std::make_shared<Session>(std::move(model), seed);
+std::shared_ptr<Session> make_session(std::shared_ptr<Model> model, std::optional<uint64_t> seed,
+                                      bool draft) {
+  auto session = std::make_shared<Session>(std::move(model), seed, draft);
   session->set_interrupt_check(check_signals);
   return session;
 }
@@ -191,34 +220,76 @@ auto without_gil(F&& f) {
   return f();
 }
 
-py::array pool_view(const py::object& self, int64_t layer, const std::string& part) {
+py::array pool_view(const py::object& self, int64_t layer, const std::string& part, bool draft) {
   Session& s = self.cast<Session&>();
-  if (layer < 0 || layer >= s.limits().n_layers())
-    throw py::value_error("layer: expected a value in [0, " +
-                          std::to_string(s.limits().n_layers()) + "), found " +
+  const Network network = draft ? Network::Draft : Network::Target;
+  const int64_t layers = s.limits().caches(network).n_layers();
+  if (layer < 0 || layer >= layers)
+    throw py::value_error("layer: expected a value in [0, " + std::to_string(layers) + "), found " +
                           std::to_string(layer));
   if (part != "k" && part != "v")
     throw py::value_error("part: expected 'k' or 'v', found '" + part + "'");
-  const Tensor t = s.model().pool(layer, part[0]);
+  const Tensor t = s.model().pool(network, layer, part[0]);
   return py::array(numpy_dtype(t.dtype), std::vector<py::ssize_t>(t.sizes, t.sizes + t.ndim),
                    t.data, self);
 }
 
+py::object speculation_dict(const std::optional<SpeculationStats>& stats) {
+  if (!stats) return py::none();
+  using namespace py::literals;
+  return py::dict(
+      "passes"_a = stats->passes, "drafted"_a = stats->drafted, "accepted"_a = stats->accepted,
+      "passes_by_block"_a = stats->passes_by_block,
+      "passes_by_accepted"_a = stats->passes_by_accepted,
+      "seconds_by_block"_a = stats->seconds_by_block, "draft_seconds"_a = stats->seconds.draft,
+      "verify_seconds"_a = stats->seconds.verify, "inject_seconds"_a = stats->seconds.inject);
+}
+
+// speculation: the block length, 0 to choose it, or None.
 py::dict generate(Session& s, int64_t slot, const std::vector<int64_t>& ids, int64_t max_new_tokens,
                   const SamplingParams& sampling, const std::vector<int64_t>& stop_ids,
-                  int64_t chunk, const py::object& callback) {
+                  int64_t chunk, const py::object& callback,
+                  const std::optional<int64_t>& speculation) {
   Session::Callback go_on;
   if (!callback.is_none())
     go_on = [&callback](int64_t id) {
       py::gil_scoped_acquire gil;
       return !callback(id).is(py::bool_(false));
     };
+  std::optional<Speculation> how;
+  if (speculation) how = Speculation{*speculation};
   const GenerateResult r = without_gil(
-      [&] { return s.generate(slot, ids, max_new_tokens, sampling, stop_ids, chunk, go_on); });
+      [&] { return s.generate(slot, ids, max_new_tokens, sampling, stop_ids, chunk, go_on, how); });
   using namespace py::literals;
   return py::dict("ids"_a = r.ids, "stop_reason"_a = stop_reason_name(r.stop_reason),
                   "prefill_tokens"_a = r.prefill_tokens, "prefill_seconds"_a = r.prefill_seconds,
-                  "decode_tokens"_a = r.decode_tokens, "decode_seconds"_a = r.decode_seconds);
+                  "decode_tokens"_a = r.decode_tokens, "decode_seconds"_a = r.decode_seconds,
+                  "speculation"_a = speculation_dict(r.speculation));
+}
+
+std::vector<std::vector<int64_t>> speculate(Session& s, const std::vector<int64_t>& slots,
+                                            const std::vector<int64_t>& ids,
+                                            const std::vector<int64_t>& blocks,
+                                            const std::vector<SamplingParams>& sampling) {
+  if (ids.size() != slots.size() || blocks.size() != slots.size() ||
+      sampling.size() != slots.size())
+    throw py::value_error("slots: expected as many as ids, blocks and sampling, found " +
+                          std::to_string(slots.size()));
+  std::vector<Anchor> anchors;
+  for (size_t i = 0; i < slots.size(); ++i)
+    anchors.push_back({slots[i], ids[i], blocks[i], sampling[i]});
+  return without_gil([&] { return s.speculate(anchors); });
+}
+
+void bind_block_policy(py::module_& m) {
+  py::class_<BlockPolicy>(m, "BlockPolicy", "Chooses block lengths: see runtime/block_policy.h.")
+      .def(py::init<int64_t>(), py::arg("max_block"))
+      .def("choose", &BlockPolicy::choose, py::arg("limit"))
+      .def("observe", &BlockPolicy::observe, py::arg("block"), py::arg("accepted"),
+           py::arg("seconds"))
+      .def("tokens", &BlockPolicy::tokens, py::arg("block"))
+      .def("cost", &BlockPolicy::cost, py::arg("block"))
+      .def("measured", &BlockPolicy::measured);
 }
 
 void bind_page_pool(py::module_& m) {
@@ -253,36 +324,60 @@ void bind_page_pool(py::module_& m) {
       .def("table", [](const PagePool& p) { return table_array(p.table(), p.config().slots); })
       .def("length", &PagePool::length, py::arg("slot"))
       .def("refcount", &PagePool::refcount, py::arg("page"))
+      .def("room", &PagePool::room, py::arg("slot"))
       .def("can_truncate", &PagePool::can_truncate, py::arg("slot"), py::arg("pos"))
       .def("free_pages", &PagePool::free_pages)
       .def("used_pages", &PagePool::used_pages);
 }
 
 void bind_model(py::module_& m) {
-  py::class_<ModelLimits>(m, "ModelLimits")
+  py::class_<CacheLimits>(m, "CacheLimits")
+      .def_readonly("global_pages", &CacheLimits::global_pages)
+      .def_readonly("sliding_pages", &CacheLimits::sliding_pages)
+      .def_readonly("window", &CacheLimits::window)
+      .def_readonly("sliding_layers", &CacheLimits::sliding_layers)
+      .def_property_readonly("n_layers", &CacheLimits::n_layers);
+  py::class_<DraftLimits, CacheLimits>(m, "DraftLimits")
+      .def(py::init([](int64_t block_size, int64_t mask_token_id, int64_t global_pages,
+                       int64_t sliding_pages, int64_t window, std::vector<int64_t> layers) {
+             return DraftLimits{{global_pages, sliding_pages, window, std::move(layers)},
+                                block_size,
+                                mask_token_id};
+           }),
+           py::kw_only(), py::arg("block_size"), py::arg("mask_token_id"), py::arg("global_pages"),
+           py::arg("sliding_pages"), py::arg("window"), py::arg("sliding_layers"))
+      .def_readonly("block_size", &DraftLimits::block_size)
+      .def_readonly("mask_token_id", &DraftLimits::mask_token_id);
+  py::class_<ModelLimits, CacheLimits>(m, "ModelLimits")
       .def(py::init([](int64_t vocab_size, int64_t max_seq_len, int64_t max_chunk, int64_t max_rows,
                        int64_t slots, int64_t page_size, int64_t global_pages,
-                       int64_t sliding_pages, int64_t window, std::vector<int64_t> layers) {
-             ModelLimits l{vocab_size, max_seq_len,  max_chunk,     max_rows, slots,
-                           page_size,  global_pages, sliding_pages, window,   std::move(layers)};
+                       int64_t sliding_pages, int64_t window, std::vector<int64_t> layers,
+                       const std::optional<DraftLimits>& draft) {
+             ModelLimits l{{global_pages, sliding_pages, window, std::move(layers)},
+                           vocab_size,
+                           max_seq_len,
+                           max_chunk,
+                           max_rows,
+                           slots,
+                           page_size,
+                           draft.value_or(DraftLimits{})};
              check_limits(l);
              return l;
            }),
            py::kw_only(), py::arg("vocab_size"), py::arg("max_seq_len"), py::arg("max_chunk"),
            py::arg("max_rows"), py::arg("slots"), py::arg("page_size") = kPageSize,
            py::arg("global_pages"), py::arg("sliding_pages"), py::arg("window"),
-           py::arg("sliding_layers"))
+           py::arg("sliding_layers"), py::arg("draft") = py::none())
       .def_readonly("vocab_size", &ModelLimits::vocab_size)
       .def_readonly("max_seq_len", &ModelLimits::max_seq_len)
       .def_readonly("max_chunk", &ModelLimits::max_chunk)
       .def_readonly("max_rows", &ModelLimits::max_rows)
       .def_readonly("slots", &ModelLimits::slots)
       .def_readonly("page_size", &ModelLimits::page_size)
-      .def_readonly("global_pages", &ModelLimits::global_pages)
-      .def_readonly("sliding_pages", &ModelLimits::sliding_pages)
-      .def_readonly("window", &ModelLimits::window)
-      .def_readonly("sliding_layers", &ModelLimits::sliding_layers)
-      .def_property_readonly("n_layers", &ModelLimits::n_layers)
+      .def_property_readonly("draft",
+                             [](const ModelLimits& l) {
+                               return l.has_draft() ? std::optional(l.draft) : std::nullopt;
+                             })
       .def_property_readonly("max_pages", &ModelLimits::max_pages);
   py::class_<SamplingParams>(m, "SamplingParams")
       .def(py::init<double, int64_t, double, int64_t>(), py::kw_only(), py::arg("temperature"),
@@ -320,7 +415,7 @@ void bind_session_class(py::module_& m) {
   const auto release = py::call_guard<py::gil_scoped_release>();
   py::class_<Session, std::shared_ptr<Session>>(m, "Session")
       .def(py::init(&make_session), py::arg("model"), py::arg("page_seed") = py::none(),
-           py::keep_alive<1, 2>())
+           py::arg("draft") = false, py::keep_alive<1, 2>())
       .def_property_readonly("limits", &Session::limits)
       .def("open", &Session::open, release)
       .def("close", &Session::close, py::arg("slot"), release)
@@ -348,21 +443,30 @@ void bind_session_class(py::module_& m) {
           },
           py::arg("slots"), py::arg("ids"), py::arg("sampling"))
       .def("generate", &generate, py::arg("slot"), py::arg("ids"), py::arg("max_new_tokens"),
-           py::arg("sampling"), py::arg("stop_ids"), py::arg("chunk"), py::arg("callback"))
+           py::arg("sampling"), py::arg("stop_ids"), py::arg("chunk"), py::arg("callback"),
+           py::arg("speculation"))
+      .def("speculate", &speculate, py::arg("slots"), py::arg("ids"), py::arg("blocks"),
+           py::arg("sampling"))
+      .def("room", &Session::room, py::arg("slot"), release)
+      .def_property_readonly("drafts", &Session::drafts)
       .def("truncate", &Session::truncate, py::arg("slot"), py::arg("length"), release)
       .def("share", &Session::share, py::arg("src"), py::arg("dst"), py::arg("n"), release)
       .def("length", &Session::length, py::arg("slot"), release)
       .def(
           "table",
           [](const Session& s, const std::string& kind) {
-            return table_array(s.table(to_kind(kind)), s.limits().slots);
+            const auto [network, k] = to_kind(kind);
+            return table_array(s.table(network, k), s.limits().slots);
           },
           py::arg("kind"))
       .def(
           "pages_in_use",
-          [](const Session& s, const std::string& kind) { return s.pages_in_use(to_kind(kind)); },
+          [](const Session& s, const std::string& kind) {
+            const auto [network, k] = to_kind(kind);
+            return s.pages_in_use(network, k);
+          },
           py::arg("kind"))
-      .def("pool", &pool_view, py::arg("layer"), py::arg("part"));
+      .def("pool", &pool_view, py::arg("layer"), py::arg("part"), py::arg("draft") = false);
 }
 
 }  // namespace
@@ -370,6 +474,7 @@ void bind_session_class(py::module_& m) {
 void bind_session(py::module_& m) {
   bind_page_pool(m);
   bind_model(m);
+  bind_block_policy(m);
   bind_session_class(m);
   m.def("threads", &thread_count);
   m.def("set_threads", &set_thread_count, py::arg("n"));

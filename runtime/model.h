@@ -9,34 +9,36 @@
 #include <utility>
 #include <vector>
 
+#include "caches.h"
 #include "glimmer/tensor.h"
 #include "trace.h"
 
 namespace glimmer {
 
-enum class LayerKind : uint8_t { Global, Sliding };
+// Whose layers: the model's own, or those of the DFlash draft model that came with it.
+enum class Network : uint8_t { Target, Draft };
 
 constexpr int64_t kMaxDecodeRows = 16;
 
-struct ModelLimits {
+struct DraftLimits : CacheLimits {
+  int64_t block_size = 0;  // most tokens of a block; 0: there is no draft model
+  int64_t mask_token_id = 0;
+};
+
+struct ModelLimits : CacheLimits {
   int64_t vocab_size = 0;
   int64_t max_seq_len = 0;  // tokens of one sequence
   int64_t max_chunk = 0;    // tokens of one forward
   int64_t max_rows = 0;     // rows of logits of one forward
   int64_t slots = 0;        // sequences held at once
   int64_t page_size = 0;
-  int64_t global_pages = 0;
-  int64_t sliding_pages = 0;
-  int64_t window = 0;  // 0: the model has no sliding layer
-  std::vector<int64_t>
-      sliding_layers;  // one entry a layer: 1 for a sliding one, 0 for a global one
+  DraftLimits draft;
 
-  int64_t n_layers() const { return static_cast<int64_t>(sliding_layers.size()); }
   int64_t max_pages() const { return (max_seq_len + page_size - 1) / page_size; }
-  bool has(LayerKind kind) const {
-    for (int64_t sliding : sliding_layers)
-      if ((sliding != 0) == (kind == LayerKind::Sliding)) return true;
-    return false;
+  bool has_draft() const { return draft.block_size > 0; }
+  const CacheLimits& caches(Network network) const {
+    if (network == Network::Draft) return draft;
+    return *this;
   }
 };
 
@@ -50,15 +52,17 @@ struct SamplingParams {
   int64_t seed = 0;
 };
 
-// The flat axis of one step, and the page tables [slots, max_pages]. Slot -1 is a padding row.
+// The flat axis of one step, and the page tables [slots, max_pages] of the network that runs it.
+// Slot -1 is a padding row.
 struct Step {
-  std::vector<int64_t> ids;
+  std::vector<int64_t> ids;  // empty where only keys and values are made
   std::vector<int64_t> pos;
   std::vector<int64_t> slot;
   const std::vector<int32_t>* global_table = nullptr;
   const std::vector<int32_t>* sliding_table = nullptr;
+  bool tap = false;  // keep what inject() needs of every row, until the next such step
 
-  int64_t size() const { return static_cast<int64_t>(ids.size()); }
+  int64_t size() const { return static_cast<int64_t>(pos.size()); }
 };
 
 class Model {
@@ -78,10 +82,17 @@ class Model {
   // The sampled next id of every row, with step = pos; -1 for a row whose logits are not finite.
   virtual std::vector<int64_t> decode(const Step& step,
                                       const std::vector<SamplingParams>& sampling) = 0;
+  // Writes the draft's K and V of the given rows of the last step with `tap`, at step's positions.
+  virtual void inject(const Step&, const std::vector<int64_t>& /*rows*/) { no_draft(); }
+  // Writes the draft's K and V of a block, anchor and masks, and gives the sampled token at each
+  // row's own position, with step = pos - 1; an anchor's means nothing. -1 as decode's.
+  virtual std::vector<int64_t> draft(const Step&, const std::vector<SamplingParams>&) {
+    no_draft();
+  }
   // Copies one page of K and V in every layer of the kind.
-  virtual void copy_page(LayerKind kind, int64_t src, int64_t dst) = 0;
+  virtual void copy_page(Network network, LayerKind kind, int64_t src, int64_t dst) = 0;
   // [pages, kv_heads, page_size, head_dim] of one layer; part is 'k' or 'v'.
-  virtual Tensor pool(int64_t layer, char part) = 0;
+  virtual Tensor pool(Network network, int64_t layer, char part) = 0;
   // What the calls since the last take reported, if the model was loaded with a trace.
   virtual Trace take_trace() {
     throw std::runtime_error("model: expected one loaded with a trace");
@@ -90,6 +101,10 @@ class Model {
   std::atomic<bool> attached{false};  // a session uses this model
 
  protected:
+  [[noreturn]] static void no_draft() {
+    throw std::runtime_error("model: expected one with a draft model");
+  }
+
   ModelLimits limits_;
 };
 

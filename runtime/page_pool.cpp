@@ -5,6 +5,8 @@
 #include <limits>
 #include <stdexcept>
 
+#include "checks.h"
+
 namespace glimmer {
 namespace {
 
@@ -12,12 +14,6 @@ constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
 std::string range(int64_t low, int64_t high) {
   return "[" + std::to_string(low) + ", " + std::to_string(high) + "]";
-}
-
-void check_range(const std::string& name, int64_t value, int64_t low, int64_t high) {
-  if (value >= low && value <= high) return;
-  throw std::invalid_argument(name + ": expected a value in " + range(low, high) + ", found " +
-                              std::to_string(value));
 }
 
 int64_t ceil_div(int64_t a, int64_t b) {
@@ -139,6 +135,18 @@ void PagePool::release(int64_t slot) {
   Slot& s = at("slot", slot);
   drop(slot, s.first, s.end);
   s = {};
+}
+
+int64_t PagePool::room(int64_t slot) const {
+  const Slot& s = at("slot", slot);
+  const int64_t begin = s.length / config_.page_size;
+  int64_t end = begin, free = free_pages();
+  for (; end < config_.max_pages; ++end) {
+    const bool present = end < s.end;
+    if (present && refcount_[table_[slot * config_.max_pages + end]] == 1) continue;
+    if (free-- == 0) break;  // a new page, or a copy of a shared one
+  }
+  return std::max<int64_t>(0, end * config_.page_size - s.length);
 }
 
 int64_t PagePool::length(int64_t slot) const {

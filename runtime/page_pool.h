@@ -61,6 +61,8 @@ class PagePool {
   int64_t used_pages() const { return config_.pages - free_pages(); }
   // Whether truncate(slot, pos) would succeed.
   bool can_truncate(int64_t slot, int64_t pos) const;
+  // The most tokens that reserve(slot, length(slot), n) has pages for.
+  int64_t room(int64_t slot) const;
   const Config& config() const { return config_; }
 
   // Physical pages that suffice for `slots` sequences of any length, whatever the positions, in

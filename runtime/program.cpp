@@ -30,6 +30,13 @@ using EtTensor = executorch::aten::Tensor;
 constexpr const char* kEmbed = "embed_text";
 constexpr const char* kForward = "forward_from_embeddings";
 constexpr const char* kDecode = "decode";
+constexpr const char* kTargetForward = "target_forward_from_embeddings";
+constexpr const char* kTargetDecode = "target_decode";
+constexpr const char* kDraftPrefill = "draft_prefill";
+constexpr const char* kDraftForward = "draft_forward";
+constexpr const char* kMethods[] = {kEmbed, kForward, kDecode};
+constexpr const char* kDraftMethods[] = {kTargetForward, kTargetDecode, kDraftPrefill,
+                                         kDraftForward};
 
 [[noreturn]] void bad_file(const std::string& path, const std::string& message) {
   throw std::invalid_argument(path + ": " + message);
@@ -117,12 +124,10 @@ class ProgramModel : public Model {
       bad_file(pte, "is damaged: " + log.take());
     read_limits();
     check_weights(pte, ptd, keys);
-    for (const char* method : {kEmbed, kForward, kDecode}) {
-      const et::Error error = module_.load_method(method);
-      if (error != et::Error::Ok) fail(std::string(method) + ": cannot be loaded", error, log);
-    }
-    check_tables();
-    find_pools();
+    for (const char* method : kMethods) load(method, log);
+    check_tables({{kForward, 3}, {kDecode, 3}});
+    find_pools(Network::Target, {kForward, kDecode});
+    if (limits_.has_draft()) load_draft(log);
     if (tracer_) tracer_->take();  // what loading reported
   }
 
@@ -130,7 +135,7 @@ class ProgramModel : public Model {
 
   void embed(const std::vector<int64_t>& ids, std::vector<float>& embeds) override {
     const int64_t n = static_cast<int64_t>(ids.size());
-    const EtTensor out = execute(kEmbed, {blob(ids, {n})});
+    const EtTensor out = execute(kEmbed, {blob(ids, {n})})[0];
     expect_output(kEmbed, out, ScalarType::Float, {n, dim_});
     const float* data = out.const_data_ptr<float>();
     embeds.assign(data, data + n * dim_);
@@ -140,40 +145,61 @@ class ProgramModel : public Model {
                const std::vector<float*>& out) override {
     const int64_t n = step.size(), r = static_cast<int64_t>(rows.size());
     const int64_t vocab = limits_.vocab_size;
-    const EtTensor logits =
-        execute(kForward, {blob(embeds, {n, dim_}), blob(step.pos, {n}), blob(step.slot, {n}),
-                           table(*step.global_table), table(*step.sliding_table), blob(rows, {r})});
-    expect_output(kForward, logits, ScalarType::Float, {r, vocab});
+    const char* method = step.tap ? kTargetForward : kForward;
+    const std::vector<EtTensor> outs =
+        execute(method, {blob(embeds, {n, dim_}), blob(step.pos, {n}), blob(step.slot, {n}),
+                         table(*step.global_table), table(*step.sliding_table), blob(rows, {r})});
+    const EtTensor& logits = outs[0];
+    expect_output(method, logits, ScalarType::Float, {r, vocab});
     for (int64_t i = 0; i < r; ++i)
       std::memcpy(out[i], logits.const_data_ptr<float>() + i * vocab,
                   static_cast<size_t>(vocab) * sizeof(float));
+    if (step.tap) keep_taps(method, outs, n);
   }
 
   std::vector<int64_t> decode(const Step& step,
                               const std::vector<SamplingParams>& sampling) override {
     const int64_t n = step.size();
-    std::vector<float> temperature, top_p;
-    std::vector<int64_t> top_k, seed;
-    for (const SamplingParams& p : sampling) {
-      temperature.push_back(static_cast<float>(p.temperature));
-      top_k.push_back(p.top_k);
-      top_p.push_back(static_cast<float>(p.top_p));
-      seed.push_back(p.seed);
-    }
-    const EtTensor ids = execute(
-        kDecode, {blob(step.ids, {n}), blob(step.pos, {n}), blob(step.slot, {n}),
-                  table(*step.global_table), table(*step.sliding_table), blob(temperature, {n}),
-                  blob(top_k, {n}), blob(top_p, {n}), blob(seed, {n})});
-    expect_output(kDecode, ids, ScalarType::Long, {n});
+    const char* method = step.tap ? kTargetDecode : kDecode;
+    const Sampling how(sampling);
+    const std::vector<EtTensor> outs = execute(method, sampled_inputs(step, how));
+    expect_output(method, outs[0], ScalarType::Long, {n});
+    if (step.tap) keep_taps(method, outs, n);
+    const int64_t* data = outs[0].const_data_ptr<int64_t>();
+    return {data, data + n};
+  }
+
+  void inject(const Step& step, const std::vector<int64_t>& rows) override {
+    const int64_t n = step.size();
+    injected_.clear();
+    for (int64_t row : rows)
+      injected_.insert(injected_.end(), taps_.begin() + row * taps_width_,
+                       taps_.begin() + (row + 1) * taps_width_);
+    execute(kDraftPrefill,
+            {blob(injected_, {n, taps_width_}), blob(step.pos, {n}), blob(step.slot, {n}),
+             table(*step.global_table), table(*step.sliding_table)});
+  }
+
+  std::vector<int64_t> draft(const Step& step,
+                             const std::vector<SamplingParams>& sampling) override {
+    const int64_t n = step.size();
+    const Sampling how(sampling);
+    std::vector<int64_t> before;
+    for (int64_t pos : step.pos) before.push_back(pos - 1);
+    std::vector<TensorPtr> inputs = sampled_inputs(step, how);
+    inputs.push_back(blob(before, {n}));
+    const EtTensor ids = execute(kDraftForward, inputs)[0];
+    expect_output(kDraftForward, ids, ScalarType::Long, {n});
     const int64_t* data = ids.const_data_ptr<int64_t>();
     return {data, data + n};
   }
 
-  void copy_page(LayerKind kind, int64_t src, int64_t dst) override {
-    for (int64_t layer = 0; layer < limits_.n_layers(); ++layer) {
-      if ((limits_.sliding_layers[layer] != 0) != (kind == LayerKind::Sliding)) continue;
+  void copy_page(Network network, LayerKind kind, int64_t src, int64_t dst) override {
+    const CacheLimits& caches = limits_.caches(network);
+    for (int64_t layer = 0; layer < caches.n_layers(); ++layer) {
+      if ((caches.sliding_layers[layer] != 0) != (kind == LayerKind::Sliding)) continue;
       for (char part : {'k', 'v'}) {
-        const Tensor t = pool(layer, part);
+        const Tensor t = pool(network, layer, part);
         const int64_t bytes = t.nbytes() / t.size(0);
         std::memcpy(t.ptr<char>() + dst * bytes, t.ptr<char>() + src * bytes,
                     static_cast<size_t>(bytes));
@@ -181,8 +207,9 @@ class ProgramModel : public Model {
     }
   }
 
-  Tensor pool(int64_t layer, char part) override {
-    return pools_.at(static_cast<size_t>(2 * layer + (part == 'v')));
+  Tensor pool(Network network, int64_t layer, char part) override {
+    const auto& pools = network == Network::Draft ? draft_pools_ : pools_;
+    return pools.at(static_cast<size_t>(2 * layer + (part == 'v')));
   }
 
  private:
@@ -193,17 +220,49 @@ class ProgramModel : public Model {
     bad_program(message);
   }
 
-  // The single tensor output, valid until the next call: methods share their memory.
-  EtTensor execute(const char* method, const std::vector<TensorPtr>& inputs) {
+  // One vector an input of `sample`.
+  struct Sampling {
+    explicit Sampling(const std::vector<SamplingParams>& rows) {
+      for (const SamplingParams& p : rows) {
+        temperature.push_back(static_cast<float>(p.temperature));
+        top_k.push_back(p.top_k);
+        top_p.push_back(static_cast<float>(p.top_p));
+        seed.push_back(p.seed);
+      }
+    }
+    std::vector<float> temperature, top_p;
+    std::vector<int64_t> top_k, seed;
+  };
+
+  std::vector<TensorPtr> sampled_inputs(const Step& step, const Sampling& how) const {
+    const int64_t n = step.size();
+    return {blob(step.ids, {n}),       blob(step.pos, {n}),        blob(step.slot, {n}),
+            table(*step.global_table), table(*step.sliding_table), blob(how.temperature, {n}),
+            blob(how.top_k, {n}),      blob(how.top_p, {n}),       blob(how.seed, {n})};
+  }
+
+  // The next call overwrites the outputs of this one.
+  void keep_taps(const char* method, const std::vector<EtTensor>& outs, int64_t n) {
+    if (outs.size() != 2) bad_program(std::string(method) + ": expected two outputs");
+    expect_output(method, outs[1], ScalarType::Float, {n, taps_width_});
+    const float* data = outs[1].const_data_ptr<float>();
+    taps_.assign(data, data + n * taps_width_);
+  }
+
+  // The outputs, all tensors, valid until the next call: methods share their memory.
+  std::vector<EtTensor> execute(const char* method, const std::vector<TensorPtr>& inputs) {
     LogCapture log;
     take_op_error();
     if (tracer_) tracer_->set_method(method);
     const std::vector<et::EValue> values(inputs.begin(), inputs.end());
     const auto result = module_.execute(method, values);
     if (!result.ok()) fail(std::string(method) + " failed", result.error(), log);
-    if (result->size() != 1 || !(*result)[0].isTensor())
-      bad_program(std::string(method) + ": expected one tensor as output");
-    return (*result)[0].toTensor();
+    std::vector<EtTensor> outs;
+    for (const et::EValue& value : *result)
+      if (value.isTensor()) outs.push_back(value.toTensor());
+    if (outs.empty() || outs.size() != result->size())
+      bad_program(std::string(method) + ": expected tensors as outputs");
+    return outs;
   }
 
   // Inputs have no memory of their own in the program: the vectors must outlive the call.
@@ -259,8 +318,7 @@ class ProgramModel : public Model {
   }
 
   void read_limits() {
-    for (const char* method : {kEmbed, kForward, kDecode})
-      if (!has_method(method)) bad_program("expected a method " + std::string(method));
+    for (const char* method : kMethods) expect_method(method);
     limits_.vocab_size = constant("get_vocab_size");
     limits_.max_seq_len = constant("get_max_seq_len");
     limits_.max_chunk = constant("get_max_prefill_chunk");
@@ -275,7 +333,40 @@ class ProgramModel : public Model {
     if (limits_.n_layers() != n_layers)
       bad_program("get_sliding_layers: expected " + std::to_string(n_layers) + " entries, found " +
                   std::to_string(limits_.n_layers()));
+    if (has_method(kDraftForward)) read_draft_limits();
     check_limits(limits_);
+  }
+
+  void read_draft_limits() {
+    for (const char* method : kDraftMethods) expect_method(method);
+    DraftLimits& draft = limits_.draft;
+    draft.block_size = constant("get_block_size");
+    draft.mask_token_id = constant("get_mask_token_id");
+    draft.global_pages = constant("get_draft_global_pages");
+    draft.sliding_pages = constant("get_draft_sliding_pages");
+    draft.sliding_layers = constant_list("get_draft_sliding_layers");
+    const int64_t window = constant("get_draft_sliding_window");
+    draft.window = window > 0 ? window + 1 : 0;  // inclusive in the program
+    if (draft.block_size < 1) bad_program("get_block_size: expected at least 2");
+  }
+
+  void expect_method(const char* name) {
+    if (!has_method(name)) bad_program("expected a method " + std::string(name));
+  }
+
+  void load(const char* method, LogCapture& log) {
+    const et::Error error = module_.load_method(method);
+    if (error != et::Error::Ok) fail(std::string(method) + ": cannot be loaded", error, log);
+  }
+
+  void load_draft(LogCapture& log) {
+    for (const char* method : kDraftMethods) load(method, log);
+    check_tables({{kTargetForward, 3}, {kTargetDecode, 3}, {kDraftPrefill, 3}, {kDraftForward, 3}});
+    find_pools(Network::Draft, {kDraftPrefill, kDraftForward});
+    check_shared(Network::Target, {kTargetForward, kTargetDecode});
+    const std::vector<int64_t> taps = input_sizes(kDraftPrefill, 0);
+    if (taps.size() != 2) bad_program(std::string(kDraftPrefill) + ": expected taps [T, n * dim]");
+    taps_width_ = taps[1];
   }
 
   // A program that names its weights needs exactly those.
@@ -304,10 +395,11 @@ class ProgramModel : public Model {
     return {tensor->sizes().begin(), tensor->sizes().end()};
   }
 
-  void check_tables() {
+  // Each method's page tables are two of its inputs, from the given one on.
+  void check_tables(const std::vector<std::pair<const char*, size_t>>& methods) {
     const std::vector<int64_t> expected = {limits_.slots, limits_.max_pages()};
-    for (const char* method : {kForward, kDecode})
-      for (size_t index : {3, 4})
+    for (const auto& [method, first] : methods)
+      for (size_t index : {first, first + 1})
         if (input_sizes(method, index) != expected)
           bad_program(std::string(method) + ": expected page tables [slots, max_pages] = [" +
                       std::to_string(expected[0]) + ", " + std::to_string(expected[1]) + "]");
@@ -323,31 +415,52 @@ class ProgramModel : public Model {
     return to_tensor(name, *t);
   }
 
-  void find_pools() {
-    for (int64_t layer = 0; layer < limits_.n_layers(); ++layer) {
-      const bool sliding = limits_.sliding_layers[layer] != 0;
-      const int64_t pages = sliding ? limits_.sliding_pages : limits_.global_pages;
-      for (const char* part : {"k", "v"}) {
-        const std::string name = std::string("pools.") + part + "_" + std::to_string(layer);
-        const Tensor t = attribute(kForward, name), other = attribute(kDecode, name);
-        if (t.data != other.data)
-          bad_program(name +
-                      ": expected one pool for all methods, found one for each: export "
-                      "with share_mutable_buffers=True");
+  static std::string pool_name(Network network, int64_t layer, char part) {
+    const std::string prefix = network == Network::Draft ? "pools.draft_" : "pools.";
+    return prefix + part + "_" + std::to_string(layer);
+  }
+
+  // The pools of a network, which all the methods must share.
+  void find_pools(Network network, const std::vector<const char*>& methods) {
+    const CacheLimits& caches = limits_.caches(network);
+    auto& pools = network == Network::Draft ? draft_pools_ : pools_;
+    for (int64_t layer = 0; layer < caches.n_layers(); ++layer) {
+      const bool sliding = caches.sliding_layers[layer] != 0;
+      const int64_t pages = sliding ? caches.sliding_pages : caches.global_pages;
+      for (char part : {'k', 'v'}) {
+        const std::string name = pool_name(network, layer, part);
+        const Tensor t = attribute(methods[0], name);
         if (!t.data || !is_float(t.dtype) || t.ndim != 4 || t.size(0) != pages ||
             t.size(2) != limits_.page_size)
           bad_program(name + ": expected float32, float16 or bfloat16 [" + std::to_string(pages) +
                       ", kv_heads, " + std::to_string(limits_.page_size) + ", head_dim], found " +
                       to_string(t));
-        pools_.push_back(t);
+        pools.push_back(t);
       }
     }
+    check_shared(network, methods);
+  }
+
+  void check_shared(Network network, const std::vector<const char*>& methods) {
+    for (int64_t layer = 0; layer < limits_.caches(network).n_layers(); ++layer)
+      for (char part : {'k', 'v'})
+        for (const char* method : methods) {
+          const std::string name = pool_name(network, layer, part);
+          if (attribute(method, name).data != pool(network, layer, part).data)
+            bad_program(name +
+                        ": expected one pool for all methods, found one for each: export "
+                        "with share_mutable_buffers=True");
+        }
   }
 
   Tracer* tracer_ = nullptr;  // module_ owns it
   OpenModule module_;
   int64_t dim_ = 0;
+  int64_t taps_width_ = 0;
   std::vector<Tensor> pools_;  // k and v of layer 0, of layer 1, ...
+  std::vector<Tensor> draft_pools_;
+  std::vector<float> taps_;  // [T, taps_width] of the last step with taps
+  std::vector<float> injected_;
 };
 
 }  // namespace

@@ -8,40 +8,18 @@
 #include <limits>
 #include <stdexcept>
 
+#include "checks.h"
+
 namespace glimmer {
 namespace {
 
-constexpr LayerKind kKinds[] = {LayerKind::Global, LayerKind::Sliding};
-
-[[noreturn]] void bad(const std::string& message) {
-  throw std::invalid_argument(message);
-}
-
-std::string found(int64_t value) {
-  return ", found " + std::to_string(value);
-}
-
-void check_range(const std::string& name, int64_t value, int64_t low, int64_t high) {
-  if (value < low || value > high)
-    bad(name + ": expected a value in [" + std::to_string(low) + ", " + std::to_string(high) + "]" +
-        found(value));
-}
-
-std::string indexed(const char* name, size_t i) {
-  return std::string(name) + "[" + std::to_string(i) + "]";
-}
-
-PagePool make_pool(const ModelLimits& limits, LayerKind kind, std::optional<uint64_t> seed) {
-  const bool sliding = kind == LayerKind::Sliding;
-  PagePool::Config config;
-  config.name = sliding ? "sliding pages" : "global pages";
-  config.pages = limits.has(kind) ? (sliding ? limits.sliding_pages : limits.global_pages) : 0;
-  config.slots = limits.slots;
-  config.max_pages = limits.max_pages();
-  config.page_size = limits.page_size;
-  config.window = sliding ? limits.window : 0;
-  config.seed = seed;
-  return PagePool(config);
+Caches make_caches(const ModelLimits& limits, Network network, std::optional<uint64_t> seed) {
+  PagePool::Config shape;
+  shape.slots = limits.slots;
+  shape.max_pages = limits.max_pages();
+  shape.page_size = limits.page_size;
+  shape.seed = seed;
+  return {limits.caches(network), shape, network == Network::Draft ? "draft " : ""};
 }
 
 const std::shared_ptr<Model>& check_model(const std::shared_ptr<Model>& model) {
@@ -59,15 +37,6 @@ bool all_finite(const float* x, int64_t n) {
     bad_values |= static_cast<uint32_t>((bits & kExponent) == kExponent);
   }
   return bad_values == 0;
-}
-
-void check_sampling(const std::string& name, const SamplingParams& p) {
-  const auto number = [](double v) { return ", found " + std::to_string(v); };
-  if (!(p.temperature >= 0 && std::isfinite(static_cast<float>(p.temperature))))
-    bad(name + "temperature: expected a finite float32 >= 0" + number(p.temperature));
-  if (p.top_k < 0) bad(name + "top_k: expected a value >= 0" + found(p.top_k));
-  if (!(p.top_p > 0 && p.top_p <= 1))
-    bad(name + "top_p: expected a value in (0, 1]" + number(p.top_p));
 }
 
 // The slots of a step with their numbers of tokens, in order of appearance.
@@ -98,27 +67,60 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
+std::vector<int64_t> real_rows(const Step& step) {
+  std::vector<int64_t> rows;
+  for (int64_t i = 0; i < step.size(); ++i)
+    if (step.slot[i] >= 0) rows.push_back(i);
+  return rows;
+}
+
+// Appends the n positions of a slot from `first` on.
+void append_rows(Step& step, int64_t slot, int64_t first, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    step.pos.push_back(first + i);
+    step.slot.push_back(slot);
+  }
+}
+
+constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+
+void check_cache_limits(const CacheLimits& l, const std::string& prefix) {
+  check_range(prefix + "n_layers", l.n_layers(), 1, kMaxInt32);
+  check_range(prefix + "window", l.window, 0, kMaxInt32);
+  for (int64_t i = 0; i < l.n_layers(); ++i)
+    check_range(prefix + indexed("sliding_layers", i), l.sliding_layers[i], 0, 1);
+  if (l.has(LayerKind::Global)) check_range(prefix + "global_pages", l.global_pages, 1, kMaxInt32);
+  if (l.has(LayerKind::Sliding)) {
+    check_range(prefix + "sliding_pages", l.sliding_pages, 1, kMaxInt32);
+    check_range(prefix + "window", l.window, 1, kMaxInt32);
+  } else if (l.window != 0) {
+    bad(prefix + "window: expected 0 for a model without sliding layers" + found(l.window));
+  }
+}
+
 }  // namespace
 
+void check_sampling(const std::string& name, const SamplingParams& p) {
+  const auto number = [](double v) { return ", found " + std::to_string(v); };
+  if (!(p.temperature >= 0 && std::isfinite(static_cast<float>(p.temperature))))
+    bad(name + "temperature: expected a finite float32 >= 0" + number(p.temperature));
+  if (p.top_k < 0) bad(name + "top_k: expected a value >= 0" + found(p.top_k));
+  if (!(p.top_p > 0 && p.top_p <= 1))
+    bad(name + "top_p: expected a value in (0, 1]" + number(p.top_p));
+}
+
 void check_limits(const ModelLimits& l) {
-  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
-  check_range("vocab_size", l.vocab_size, 1, kMax);
-  check_range("max_seq_len", l.max_seq_len, 1, kMax);
+  check_range("vocab_size", l.vocab_size, 1, kMaxInt32);
+  check_range("max_seq_len", l.max_seq_len, 1, kMaxInt32);
   check_range("max_chunk", l.max_chunk, 1, l.max_seq_len);
   check_range("max_rows", l.max_rows, 1, l.max_chunk);
-  check_range("slots", l.slots, 1, kMax);
-  check_range("page_size", l.page_size, 1, kMax);
-  check_range("window", l.window, 0, kMax);
-  check_range("n_layers", l.n_layers(), 1, kMax);
-  for (int64_t i = 0; i < l.n_layers(); ++i)
-    check_range(indexed("sliding_layers", i), l.sliding_layers[i], 0, 1);
-  if (l.has(LayerKind::Global)) check_range("global_pages", l.global_pages, 1, kMax);
-  if (l.has(LayerKind::Sliding)) {
-    check_range("sliding_pages", l.sliding_pages, 1, kMax);
-    check_range("window", l.window, 1, kMax);
-  } else if (l.window != 0) {
-    bad("window: expected 0 for a model without sliding layers" + found(l.window));
-  }
+  check_range("slots", l.slots, 1, kMaxInt32);
+  check_range("page_size", l.page_size, 1, kMaxInt32);
+  check_cache_limits(l, "");
+  if (!l.has_draft()) return;
+  check_range("draft.block_size", l.draft.block_size, 2, kMaxDecodeRows);
+  check_range("draft.mask_token_id", l.draft.mask_token_id, 0, l.vocab_size - 1);
+  check_cache_limits(l.draft, "draft.");
 }
 
 Session::Attachment::Attachment(Model& model) : model_(model) {
@@ -126,30 +128,20 @@ Session::Attachment::Attachment(Model& model) : model_(model) {
     bad("model: expected one that no session uses, found one in use");
 }
 
-// Refuses a call that starts while another one runs: from another thread, or from the model.
-class Session::Busy {
- public:
-  explicit Busy(const Session& session) : busy_(session.busy_) {
-    if (busy_.exchange(true))
-      throw std::runtime_error("session: expected one call at a time, found another one running");
-  }
-  ~Busy() { busy_ = false; }
-  Busy(const Busy&) = delete;
-  Busy& operator=(const Busy&) = delete;
-
- private:
-  std::atomic<bool>& busy_;
-};
+Session::Busy::Busy(const Session& session) : busy_(session.busy_) {
+  if (busy_.exchange(true))
+    throw std::runtime_error("session: expected one call at a time, found another one running");
+}
 
 // Restores tables and lengths unless the step is done.
 class Session::Transaction {
  public:
   explicit Transaction(Session& s)
-      : session_(s), global_(s.global_), sliding_(s.sliding_), lengths_(s.lengths_) {}
+      : session_(s), target_(s.target_), draft_(s.draft_), lengths_(s.lengths_) {}
   ~Transaction() {
     if (done_) return;
-    session_.global_ = std::move(global_);
-    session_.sliding_ = std::move(sliding_);
+    session_.target_ = std::move(target_);
+    session_.draft_ = std::move(draft_);
     session_.lengths_ = std::move(lengths_);
   }
   Transaction(const Transaction&) = delete;
@@ -158,19 +150,23 @@ class Session::Transaction {
 
  private:
   Session& session_;
-  PagePool global_;
-  PagePool sliding_;
+  Caches target_;
+  std::optional<Caches> draft_;
   std::vector<int64_t> lengths_;
   bool done_ = false;
 };
 
-Session::Session(std::shared_ptr<Model> model, std::optional<uint64_t> page_seed)
+Session::Session(std::shared_ptr<Model> model, std::optional<uint64_t> page_seed, bool draft)
     : model_(check_model(model)),
       attachment_(*model_),
-      global_(make_pool(limits(), LayerKind::Global, page_seed)),
-      sliding_(make_pool(limits(), LayerKind::Sliding, page_seed)),
+      target_(make_caches(limits(), Network::Target, page_seed)),
       lengths_(static_cast<size_t>(limits().slots)),
-      open_(static_cast<size_t>(limits().slots)) {}
+      open_(static_cast<size_t>(limits().slots)) {
+  if (!draft) return;
+  if (!limits().has_draft())
+    bad("draft: expected a model exported with a draft model, found one without");
+  draft_ = make_caches(limits(), Network::Draft, page_seed);
+}
 
 int64_t Session::open() {
   Busy busy(*this);
@@ -184,8 +180,8 @@ int64_t Session::open() {
 void Session::close(int64_t slot) {
   Busy busy(*this);
   check_open("slot", slot);
-  global_.release(slot);
-  sliding_.release(slot);
+  target_.release(slot);
+  if (draft_) draft_->release(slot);
   lengths_[slot] = 0;
   open_[slot] = false;
 }
@@ -208,8 +204,8 @@ void Session::share(int64_t src, int64_t dst, int64_t n) {
         std::to_string(lengths_[dst]) + " tokens");
   check_range("n", n, 0, lengths_[src]);
   Transaction transaction(*this);
-  if (limits().has(LayerKind::Global)) global_.share(src, dst, n);
-  if (limits().has(LayerKind::Sliding)) sliding_.share(src, dst, n);
+  target_.share(src, dst, n);
+  if (draft_) draft_->share(src, dst, n);
   lengths_[dst] = n;
   transaction.done();
 }
@@ -220,14 +216,27 @@ int64_t Session::length(int64_t slot) const {
   return lengths_[slot];
 }
 
-std::vector<int32_t> Session::table(LayerKind kind) const {
-  Busy busy(*this);
-  return pages(kind).table();
+const Caches& Session::caches(Network network) const {
+  if (network == Network::Target) return target_;
+  if (!draft_) bad("kind: expected one of a session with a draft, found a draft's");
+  return *draft_;
 }
 
-int64_t Session::pages_in_use(LayerKind kind) const {
+std::vector<int32_t> Session::table(Network network, LayerKind kind) const {
   Busy busy(*this);
-  return pages(kind).used_pages();
+  return caches(network).table(kind);
+}
+
+int64_t Session::pages_in_use(Network network, LayerKind kind) const {
+  Busy busy(*this);
+  return caches(network).pool(kind).used_pages();
+}
+
+int64_t Session::room(int64_t slot) const {
+  Busy busy(*this);
+  check_open("slot", slot);
+  const int64_t pages = std::min(target_.room(slot), draft_ ? draft_->room(slot) : kMaxInt32);
+  return std::min(pages, limits().max_seq_len - lengths_[slot]);
 }
 
 Logits Session::prefill(int64_t slot, const std::vector<int64_t>& ids, int64_t chunk,
@@ -247,8 +256,8 @@ Logits Session::prefill(int64_t slot, const std::vector<int64_t>& ids, int64_t c
   try {
     prefill_chunks(slot, ids, chunk, wanted, logits);
   } catch (...) {
-    const bool possible = !limits().has(LayerKind::Sliding) || sliding_.can_truncate(slot, start);
-    if (possible) roll_back(slot, start);
+    if (target_.can_truncate(slot, start) && (!draft_ || draft_->can_truncate(slot, start)))
+      roll_back(slot, start);
     throw;
   }
   return logits;
@@ -302,72 +311,115 @@ std::vector<int64_t> Session::decode(const std::vector<Token>& tokens,
   for (size_t i = 0; i < sampling.size(); ++i)
     check_sampling(indexed("sampling", i) + ".", sampling[i]);
   Step step = make_step(tokens, {});
-
   Transaction transaction(*this);
-  reserve(step);
-  step.global_table = &global_.table();
-  step.sliding_table = &sliding_.table();
-  const std::vector<int64_t> next = model_->decode(step, sampling);
-  if (next.size() != tokens.size())
-    throw std::runtime_error("decode: expected " + std::to_string(tokens.size()) + " ids" +
-                             found(static_cast<int64_t>(next.size())));
-  for (size_t i = 0; i < next.size(); ++i)
-    if (step.slot[i] >= 0 && (next[i] < 0 || next[i] >= limits().vocab_size))
-      throw std::runtime_error("decode: row " + std::to_string(i) + " of slot " +
-                               std::to_string(step.slot[i]) + ": expected an id in [0, " +
-                               std::to_string(limits().vocab_size) + ")" + found(next[i]) +
-                               ": its logits are not finite");
-  commit(step);
+  const std::vector<int64_t> next = run_decode(step, sampling);
+  keep(step, real_rows(step));
   transaction.done();
   return next;
 }
 
-GenerateResult Session::generate(int64_t slot, const std::vector<int64_t>& ids,
-                                 int64_t max_new_tokens, const SamplingParams& sampling,
-                                 const std::vector<int64_t>& stop_ids, int64_t chunk,
-                                 const Callback& callback) {
-  check_generate(slot, ids, max_new_tokens, sampling, chunk);
-  const int64_t n = static_cast<int64_t>(ids.size());
-
-  GenerateResult result;
-  auto start = std::chrono::steady_clock::now();
-  if (n > 1) {
-    prefill(slot, std::vector<int64_t>(ids.begin(), ids.end() - 1), chunk, std::vector<int64_t>{});
-    result.prefill_tokens = n - 1;
-    result.prefill_seconds = seconds_since(start);
-  }
-  start = std::chrono::steady_clock::now();
-  int64_t id = ids.back();
-  while (result.decode_tokens < max_new_tokens) {
-    poll();
-    id = decode({{slot, id}}, {sampling})[0];
-    result.ids.push_back(id);
-    ++result.decode_tokens;
-    const bool go_on = !callback || callback(id);
-    if (std::find(stop_ids.begin(), stop_ids.end(), id) != stop_ids.end()) {
-      result.stop_reason = StopReason::StopId;
-      break;
-    }
-    if (!go_on) {
-      result.stop_reason = StopReason::Callback;
-      break;
-    }
-  }
-  result.decode_seconds = seconds_since(start);
-  return result;
+std::vector<int64_t> Session::run_decode(Step& step, const std::vector<SamplingParams>& sampling) {
+  step.tap = draft_.has_value();
+  reserve(Network::Target, step);
+  const std::vector<int64_t> next = model_->decode(step, sampling);
+  check_sampled("decode", step, next);
+  return next;
 }
 
-void Session::check_generate(int64_t slot, const std::vector<int64_t>& ids, int64_t max_new_tokens,
-                             const SamplingParams& sampling, int64_t chunk) const {
+void Session::check_sampled(const std::string& method, const Step& step,
+                            const std::vector<int64_t>& ids) const {
+  if (ids.size() != step.pos.size())
+    throw std::runtime_error(method + ": expected " + std::to_string(step.size()) + " ids" +
+                             found(static_cast<int64_t>(ids.size())));
+  for (size_t i = 0; i < ids.size(); ++i)
+    if (step.slot[i] >= 0 && (ids[i] < 0 || ids[i] >= limits().vocab_size))
+      throw std::runtime_error(method + ": row " + std::to_string(i) + " of slot " +
+                               std::to_string(step.slot[i]) + ": expected an id in [0, " +
+                               std::to_string(limits().vocab_size) + ")" + found(ids[i]) +
+                               ": its logits are not finite");
+}
+
+std::vector<std::vector<int64_t>> Session::speculate(const std::vector<Anchor>& anchors,
+                                                     PassSeconds* seconds) {
   Busy busy(*this);
-  const int64_t n = static_cast<int64_t>(ids.size());
-  check_open("slot", slot);
-  check_ids(ids);
-  check_range("chunk", chunk, 1, limits().max_chunk);
-  check_sampling("sampling.", sampling);
-  check_room("ids", slot, n);
-  // The last sampled id needs no position
-  check_range("max_new_tokens", max_new_tokens, 1, limits().max_seq_len - lengths_[slot] - n + 1);
+  check_anchors(anchors);
+  Transaction transaction(*this);
+  PassSeconds spent;
+  auto start = std::chrono::steady_clock::now();
+  const auto lap = [&start](double& field) {
+    field = seconds_since(start);
+    start = std::chrono::steady_clock::now();
+  };
+  const std::vector<std::vector<int64_t>> blocks = draft_blocks(anchors);
+  lap(spent.draft);
+
+  Step step;
+  std::vector<SamplingParams> sampling;
+  for (size_t a = 0; a < anchors.size(); ++a) {
+    append_rows(step, anchors[a].slot, lengths_[anchors[a].slot], anchors[a].block);
+    step.ids.insert(step.ids.end(), blocks[a].begin(), blocks[a].end());
+    sampling.insert(sampling.end(), blocks[a].size(), anchors[a].sampling);
+  }
+  const std::vector<int64_t> next = run_decode(step, sampling);
+  lap(spent.verify);
+
+  std::vector<std::vector<int64_t>> results;
+  std::vector<int64_t> rows;  // the anchors and the accepted drafts
+  for (size_t a = 0, first = 0; a < anchors.size(); first += blocks[a++].size()) {
+    size_t n = 1;
+    while (n < blocks[a].size() && blocks[a][n] == next[first + n - 1]) ++n;
+    results.emplace_back(next.begin() + first, next.begin() + first + n);
+    for (size_t i = 0; i < n; ++i) rows.push_back(static_cast<int64_t>(first + i));
+  }
+  keep(step, rows);
+  for (const Anchor& a : anchors) roll_back(a.slot, lengths_[a.slot]);  // drops unused pages
+  transaction.done();
+  lap(spent.inject);
+  if (seconds) *seconds = spent;
+  return results;
+}
+
+// The tokens to verify: each anchor and what the draft model names after it.
+std::vector<std::vector<int64_t>> Session::draft_blocks(const std::vector<Anchor>& anchors) {
+  Step step;
+  std::vector<SamplingParams> sampling;
+  for (const Anchor& a : anchors) {
+    if (a.block < 2) continue;
+    append_rows(step, a.slot, lengths_[a.slot], a.block);
+    step.ids.push_back(a.id);
+    step.ids.resize(step.pos.size(), limits().draft.mask_token_id);
+    sampling.resize(step.pos.size(), a.sampling);
+  }
+  std::vector<int64_t> drafted;
+  if (step.size() > 0) {
+    reserve(Network::Draft, step);
+    drafted = model_->draft(step, sampling);
+    check_sampled("draft", step, drafted);
+  }
+  std::vector<std::vector<int64_t>> blocks;
+  auto next = drafted.begin();
+  for (const Anchor& a : anchors) {
+    blocks.push_back({a.id});
+    if (a.block < 2) continue;
+    blocks.back().insert(blocks.back().end(), next + 1, next + a.block);
+    next += a.block;
+  }
+  return blocks;
+}
+
+// Makes these rows of a target's step part of their sequences.
+void Session::keep(const Step& step, const std::vector<int64_t>& rows) {
+  Step kept;
+  for (int64_t row : rows) append_rows(kept, step.slot[row], step.pos[row], 1);
+  if (draft_) {
+    reserve(Network::Draft, kept);
+    model_->inject(kept, rows);
+  }
+  for (const auto& [slot, n] : tokens_per_slot(kept.slot)) {
+    target_.commit(slot, n);
+    if (draft_) draft_->commit(slot, n);
+    lengths_[slot] += n;
+  }
 }
 
 void Session::check_open(const std::string& argument, int64_t slot) const {
@@ -393,12 +445,12 @@ void Session::check_room(const std::string& argument, int64_t slot, int64_t n) c
 
 // A rehearsal on copies of the tables, so that a prompt that does not fit is refused before work.
 void Session::check_pages(int64_t slot, int64_t n, int64_t chunk) const {
-  for (LayerKind kind : kKinds) {
-    if (!limits().has(kind)) continue;
-    PagePool rehearsal = pages(kind);
+  for (const Caches* caches : {&target_, draft_ ? &*draft_ : nullptr}) {
+    if (!caches) continue;
+    Caches rehearsal = *caches;
     for (int64_t begin = 0; begin < n; begin += chunk) {
       const int64_t size = std::min(chunk, n - begin);
-      rehearsal.reserve(slot, lengths_[slot] + begin, size);
+      rehearsal.reserve(slot, lengths_[slot] + begin, size, [](LayerKind, PageCopy) {});
       rehearsal.commit(slot, size);
     }
   }
@@ -408,8 +460,7 @@ Step Session::chunk_step(int64_t slot, const std::vector<int64_t>& ids, int64_t 
                          int64_t end) const {
   Step step;
   step.ids.assign(ids.begin() + begin, ids.begin() + end);
-  step.slot.assign(static_cast<size_t>(end - begin), slot);
-  for (int64_t i = begin; i < end; ++i) step.pos.push_back(lengths_[slot] + i - begin);
+  append_rows(step, slot, lengths_[slot], end - begin);
   return step;
 }
 
@@ -449,34 +500,47 @@ void Session::check_step(const Step& step) const {
   }
 }
 
-void Session::reserve(const Step& step) {
-  for (const auto& [slot, n] : tokens_per_slot(step.slot)) {
-    for (LayerKind kind : kKinds) {
-      if (!limits().has(kind)) continue;
-      PagePool& pool = kind == LayerKind::Global ? global_ : sliding_;
-      for (const PageCopy& copy : pool.reserve(slot, lengths_[slot], n))
-        model_->copy_page(kind, copy.src, copy.dst);
-    }
+void Session::check_anchors(const std::vector<Anchor>& anchors) const {
+  check_range("anchors", static_cast<int64_t>(anchors.size()), 1, kMaxDecodeRows);
+  const int64_t most = draft_ ? std::min(limits().draft.block_size, kMaxDecodeRows) : 1;
+  std::vector<bool> seen(static_cast<size_t>(limits().slots));
+  int64_t rows = 0;
+  for (size_t i = 0; i < anchors.size(); ++i) {
+    const Anchor& a = anchors[i];
+    const std::string name = indexed("anchors", i);
+    check_open(name + ": slot", a.slot);
+    if (seen[a.slot]) bad(name + ": expected distinct slots" + found(a.slot) + " twice");
+    seen[a.slot] = true;
+    check_ids({a.id});
+    if (a.block > 1 && !draft_)
+      bad(name + ": block: expected 1 in a session without a draft" + found(a.block));
+    check_range(name + ": block", a.block, 1, most);
+    check_sampling(name + ": sampling.", a.sampling);
+    check_room(name + ": block", a.slot, a.block);
+    rows += a.block;
   }
+  check_range("rows", rows, 1, kMaxDecodeRows);
 }
 
-void Session::commit(const Step& step) {
-  for (const auto& [slot, n] : tokens_per_slot(step.slot)) {
-    if (limits().has(LayerKind::Global)) global_.commit(slot, n);
-    if (limits().has(LayerKind::Sliding)) sliding_.commit(slot, n);
-    lengths_[slot] += n;
-  }
+void Session::reserve(Network network, Step& step) {
+  Caches& caches = network == Network::Draft ? *draft_ : target_;
+  const auto copy = [&](LayerKind kind, PageCopy c) {
+    model_->copy_page(network, kind, c.src, c.dst);
+  };
+  for (const auto& [slot, n] : tokens_per_slot(step.slot))
+    caches.reserve(slot, lengths_[slot], n, copy);
+  step.global_table = &caches.table(LayerKind::Global);
+  step.sliding_table = &caches.table(LayerKind::Sliding);
 }
 
 void Session::run_forward(Step& step, const std::vector<int64_t>& rows,
                           const std::vector<float*>& out) {
   Transaction transaction(*this);
-  reserve(step);
-  step.global_table = &global_.table();
-  step.sliding_table = &sliding_.table();
+  step.tap = draft_.has_value();
+  reserve(Network::Target, step);
   model_->embed(step.ids, embeds_);
   forward_rows(step, rows, out);
-  commit(step);
+  keep(step, real_rows(step));
   transaction.done();
 }
 
@@ -499,8 +563,8 @@ void Session::forward_rows(const Step& step, const std::vector<int64_t>& rows,
 }
 
 void Session::roll_back(int64_t slot, int64_t length) {
-  if (limits().has(LayerKind::Global)) global_.truncate(slot, length);
-  if (limits().has(LayerKind::Sliding)) sliding_.truncate(slot, length);
+  target_.truncate(slot, length);
+  if (draft_) draft_->truncate(slot, length);
   lengths_[slot] = length;
 }
 

@@ -49,8 +49,9 @@ def add_rms_norm(
     next_weight: torch.Tensor | None,
     next_eps: float,
 ) -> Call:
-    norms = post_eps is not None
-    post = _rms_norm(post_weight, x.size(-1), post_eps) if norms else torch.nn.Identity()
+    post: Callable[[torch.Tensor], torch.Tensor] = torch.nn.Identity()
+    if post_eps is not None:
+        post = _rms_norm(post_weight, x.size(-1), post_eps)
     following = _rms_norm(next_weight, x.size(-1), next_eps)
 
     def call() -> Result:

@@ -40,7 +40,8 @@ void add_scaled_row(const T* residual, const T* x, const NormWeight& weight, flo
 }
 
 Status run(const Context& ctx, const Tensor& residual, const Tensor& x, OptTensor post_weight,
-           OptDouble post_eps, OptTensor next_weight, double next_eps, Tensor& sum, Tensor& normed) {
+           OptDouble post_eps, OptTensor next_weight, double next_eps, Tensor& sum,
+           Tensor& normed) {
   const int64_t dim = x.size(1);
   const NormWeight post(post_weight, dim), next(next_weight, dim);
   with_float_type(x.dtype, [&](auto t) {

@@ -215,6 +215,9 @@ def synth(
 def export(
     gguf: Annotated[Path, typer.Option(help="The model's GGUF file.")],
     out: Annotated[Path, typer.Option(help="Folder for model.pte and model.ptd.")],
+    draft_gguf: Annotated[
+        Path | None, typer.Option(help="A DFlash draft model's GGUF file, to speculate with.")
+    ] = None,
     backend: Annotated[str, typer.Option(help="cpu.")] = "cpu",
     max_seq_len: Annotated[int | None, typer.Option(help="Positions a sequence may have.")] = None,
     slots: Annotated[int, typer.Option(help="Sequences that may be open at once.")] = 4,
@@ -228,15 +231,18 @@ def export(
     ] = False,
 ) -> None:
     """Turn a GGUF file into an ExecuTorch program that maps its weights as they are."""
-    from .gguf import load
+    from .gguf import load, load_draft
     from .lowering import ExportOptions, from_gguf, to_executorch
     from .lowering.export import default_max_seq_len
 
     model = load(gguf)
+    draft = load_draft(draft_gguf) if draft_gguf else None
+    fused = from_gguf(model, draft)
+    longest = default_max_seq_len(model.config, fused.draft)
     tokenizer = _file_tokenizer(model)
     options = ExportOptions(
         backend=backend,
-        max_seq_len=default_max_seq_len(model.config) if max_seq_len is None else max_seq_len,
+        max_seq_len=longest if max_seq_len is None else max_seq_len,
         slots=slots,
         max_chunk=max_chunk,
         kv_dtype=kv_dtype,
@@ -245,7 +251,7 @@ def export(
     )
     started = time.perf_counter()
     with _bytes_progress(f"exporting {gguf.name}") as progress:
-        to_executorch(from_gguf(model), out, options, tokenizer, progress)
+        to_executorch(fused, out, options, tokenizer, progress)
     size = sum(f.stat().st_size for f in out.iterdir())
     console.print(f"{out}: {_size(size)} in {time.perf_counter() - started:.1f} s", markup=False)
 
@@ -275,6 +281,12 @@ def run(
     profile: Annotated[
         Path | None, typer.Option(help="Time every op; write a Chrome trace, or an .etdp ETDump.")
     ] = None,
+    speculate: Annotated[
+        bool, typer.Option("--speculate", help="Draft and verify blocks; the text is the same.")
+    ] = False,
+    block_length: Annotated[
+        int | None, typer.Option(help="Tokens of a draft block; default: what is fastest.")
+    ] = None,
 ) -> None:
     """Continue a prompt and report prefill and decode speed."""
     from .run import Request
@@ -296,6 +308,8 @@ def run(
         ids_only=ids_only,
         logits=logits,
         profile=profile,
+        speculate=speculate,
+        block_length=block_length,
     )
     for table in run_model(request, write=lambda text: print(text, end="", flush=True)):
         (errors if ids_only else console).print(table)
@@ -345,12 +359,13 @@ def diff(
 def inspect(
     file: Annotated[Path, typer.Argument(help="A .gguf, .pte or .ptd file or a model folder.")],
     gguf: Annotated[Path | None, typer.Option(help="A program's GGUF, to compare bytes.")] = None,
+    draft_gguf: Annotated[Path | None, typer.Option(help="Its draft's GGUF file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """What a file holds: methods, ops a layer, weights by type, pools, arenas, constants."""
     from .inspect import describe, tables
 
-    described = describe(file, gguf)
+    described = describe(file, gguf, draft_gguf)
     if json:
         print(dumps(described, indent=2))
         return

@@ -78,12 +78,13 @@ def _method(method: Method) -> Description:
 
 def _pools(program: Program) -> list[Description]:
     """Pools of one shape and layer kind together."""
-    sliding = program.constants.get("get_sliding_layers")
     groups: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for pool in program.pools.values():
+        prefix = "draft_" if pool.draft else ""
+        sliding = program.constants.get(f"get_{prefix}sliding_layers")
         known = isinstance(sliding, list) and pool.layer is not None and pool.layer < len(sliding)
         kind = ("sliding" if sliding[pool.layer] else "global") if known else "other"  # type: ignore[index]
-        groups[kind, str(pool.tensor)].append(pool)
+        groups[prefix.replace("_", " ") + kind, str(pool.tensor)].append(pool)
     return [
         {
             "kind": kind,
@@ -106,6 +107,7 @@ def _weights(program: Program) -> Description:
         "bytes": sum(w.tensor.nbytes for w in weights),
         "by_type": _tally((w.qtype, w.tensor.nbytes) for w in weights),
         "read_per_decode_token": decode.weight_bytes if decode else None,
+        "draft_bytes": sum(w.tensor.nbytes for w in weights if w.draft),
     }
 
 
@@ -134,7 +136,18 @@ def _same(weight: Weight, tensors: dict[str, int]) -> bool:
     return tensors.get(weight.name) == weight.tensor.nbytes
 
 
-def _describe_program(path: Path, data: Path | None, source: Path | None) -> Description:
+def _compared(program: Program, source: Path, draft: Path | None) -> Description:
+    """Bytes of the weights that come from the file or files, beside the files' tensors."""
+    nbytes = gguf.load(source).nbytes + (gguf.load_draft(draft).nbytes if draft else 0)
+    weights = (w for w in program.weights.values() if draft or not w.draft)
+    ratio = sum(w.tensor.nbytes for w in weights) / nbytes
+    path = f"{source} + {draft}" if draft else str(source)
+    return {"path": path, "bytes": nbytes, "resident_ratio": ratio}
+
+
+def _describe_program(
+    path: Path, data: Path | None, source: Path | None, draft: Path | None
+) -> Description:
     program = read_program(path)
     described: Description = {
         "kind": "program",
@@ -147,9 +160,7 @@ def _describe_program(path: Path, data: Path | None, source: Path | None) -> Des
         "constants": program.constants,
     }
     if source is not None:
-        nbytes = gguf.load(source).nbytes
-        ratio = described["weights"]["bytes"] / nbytes
-        described["gguf"] = {"path": str(source), "bytes": nbytes, "resident_ratio": ratio}
+        described["gguf"] = _compared(program, source, draft)
     return described
 
 
@@ -212,12 +223,14 @@ def _describe_gguf(path: Path) -> Description:
     return described
 
 
-def describe(path: Path, source: Path | None = None) -> Description:
+def describe(path: Path, source: Path | None = None, draft: Path | None = None) -> Description:
     """Plain data about a .gguf, .pte or .ptd file, or a folder with model.pte and model.ptd.
 
-    source: the GGUF file of an export, to compare sizes with. ValueError, naming the file, for a
-    file that is missing, damaged or of another kind.
+    source, draft: the GGUF files of an export, to compare sizes with. ValueError, naming the file,
+    for a file that is missing, damaged or of another kind.
     """
+    if draft is not None and source is None:
+        raise ValueError("--draft-gguf: expected --gguf too")
     if path.is_dir():
         path = path / "model.pte"
     check_not_special(path)
@@ -237,7 +250,7 @@ def describe(path: Path, source: Path | None = None) -> Description:
     if magic[4:6] == b"FT":
         return _describe_data(path)
     data = path.with_suffix(".ptd")
-    return _describe_program(path, data if data.exists() else None, source)
+    return _describe_program(path, data if data.exists() else None, source, draft)
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -257,7 +270,7 @@ def _pairs(values: Description, title: str | None = None) -> Table:
     return table
 
 
-def _types(by_type: Description, *more: tuple[str, int, int]) -> Table:
+def _types(by_type: Description, *more: tuple[str, str, int]) -> Table:
     table = _table("type", "tensors", "bytes", "share")
     total = sum(x["bytes"] for x in by_type.values())
     for qtype, x in by_type.items():
@@ -265,7 +278,7 @@ def _types(by_type: Description, *more: tuple[str, int, int]) -> Table:
         table.add_row(qtype, str(x["tensors"]), f"{x['bytes']:,}", share)
     table.add_row("all", str(sum(x["tensors"] for x in by_type.values())), f"{total:,}", "")
     for name, count, nbytes in more:
-        table.add_row(name, str(count), f"{nbytes:,}", "")
+        table.add_row(name, count, f"{nbytes:,}", "")
     return table
 
 
@@ -283,9 +296,14 @@ def _method_tables(methods: list[Description]) -> Iterator[Table]:
         for i, group in enumerate(m["layers"]):
             ops = ", ".join(f"{n} {op}" for op, n in group["ops"].items())
             layers.add_row("" if i else m["name"], group["layers"], ops)
-    calls = _table("op", *(m["name"] for m in methods))
+    calls = _table("op", "calls", "in")
     for op in sorted({op for m in methods for op in m["ops"]}):
-        calls.add_row(op, *(str(m["ops"].get(op, 0)) for m in methods))
+        by_count: dict[int, list[str]] = defaultdict(list)
+        for m in methods:
+            if op in m["ops"]:
+                by_count[m["ops"][op]].append(m["name"])
+        for i, (count, names) in enumerate(sorted(by_count.items(), reverse=True)):
+            calls.add_row("" if i else op, str(count), ", ".join(names))
     yield from (table, signatures, calls, layers)
 
 
@@ -294,7 +312,9 @@ def _program_tables(d: Description) -> Iterator[Table]:
     yield _pairs({"program": d["path"], "bytes": f"{d['bytes']:,}", "weights id": weights["id"]})
     yield from _method_tables(d["methods"])
     read = weights["read_per_decode_token"]
-    more = [] if read is None else [("read a decoded token", weights["tensors"], read)]
+    more = [] if read is None else [("read a decoded token", "", read)]
+    if weights["draft_bytes"]:
+        more.append(("the draft's own", "", weights["draft_bytes"]))
     yield _types(weights["by_type"], *more)
     if data is not None:
         yield _pairs({f"data file {k}": f"{v:,}" if k == "bytes" else v for k, v in data.items()})

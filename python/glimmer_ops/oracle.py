@@ -70,15 +70,19 @@ def load_upstream(model: GGUFModel, max_seq_len: int) -> Any:
 
 
 @torch.no_grad()
-def upstream_logits(model: GGUFModel, ids: Sequence[int]) -> np.ndarray:
-    """float32 [len(ids), vocab_size]: upstream's logits at every position."""
-    upstream = load_upstream(model, max_seq_len=len(ids))
+def run_upstream(upstream: Any, ids: Sequence[int]) -> torch.Tensor:
+    """float32 logits [len(ids), vocab_size] of a model that `load_upstream` gave."""
     tokens = torch.tensor(ids, dtype=torch.int64)
-    chunk = model.config.window + 1
+    chunk = upstream._sliding_window + 1
     rows = []
     for start in range(0, len(ids), chunk):
         part = tokens[start : start + chunk]
         embeds = upstream.tok_norm(upstream.embed_tokens(part[None]).float())
         positions = torch.arange(start, start + len(part))
         rows.append(upstream.prefill_from_embeds(embeds, positions)[0].float())
-    return torch.cat(rows).numpy()
+    return torch.cat(rows)
+
+
+def upstream_logits(model: GGUFModel, ids: Sequence[int]) -> np.ndarray:
+    """float32 [len(ids), vocab_size]: upstream's logits at every position."""
+    return run_upstream(load_upstream(model, max_seq_len=len(ids)), ids).numpy()

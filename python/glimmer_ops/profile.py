@@ -25,6 +25,13 @@ SLOWEST = 3  # layers named in the table
 OP_EVENTS = ("OPERATOR_CALL", "DELEGATE_CALL")
 METHOD_EVENT = "Method::execute"
 Place = tuple[int, int]  # chain and index of an instruction
+# Every other method is prefill's.
+PHASE_OF = {
+    "decode": "decode",
+    "target_decode": "decode",
+    "draft_forward": "draft",
+    "draft_prefill": "draft",
+}
 
 
 class Recorder:
@@ -80,11 +87,12 @@ class Sum:
 
 @dataclass
 class Phase:
-    """Prefill or decode. steps: calls of its method that runs the layers. wall: seconds."""
+    """Prefill, decode or draft. steps: calls of its methods that run layers. wall: seconds."""
 
     steps: int = 0
     tokens: int = 0
     wall: float = 0.0
+    method_ns: float = 0.0  # of whole method calls
     ops: dict[tuple[str, str], Sum] = field(default_factory=lambda: defaultdict(Sum))
     layers: dict[int | str, Sum] = field(default_factory=lambda: defaultdict(Sum))
 
@@ -99,13 +107,13 @@ class Phase:
 
 
 class Profile:
-    """Sums of a run's ETDumps, by phase: "prefill" or "decode"."""
+    """Sums of a run's ETDumps, by phase: "prefill", "decode" or "draft"."""
 
     def __init__(self, program: Program) -> None:
         self._places = {m.name: m.by_place() for m in program.methods}
         self._layered = {m.name for m in program.methods if m.layers or m.delegates}
         self._calls: dict[str, int] = defaultdict(int)
-        self.phases = {"prefill": Phase(), "decode": Phase()}
+        self.phases = {"prefill": Phase(), "decode": Phase(), "draft": Phase()}
 
     def add(self, etdump: bytes) -> Iterator[dict[str, Any]]:
         """Adds one ETDump; yields its events as Chrome trace events, times in µs."""
@@ -117,7 +125,7 @@ class Profile:
                 continue
             step = self._calls[run.name]
             self._calls[run.name] += 1
-            phase = self.phases["decode" if run.name == "decode" else "prefill"]
+            phase = self.phases[PHASE_OF.get(run.name, "prefill")]
             phase.steps += run.name in self._layered
             for event in run.events or ():
                 if event.profile_event is not None:
@@ -129,6 +137,7 @@ class Profile:
         args: dict[str, Any] = {"method": method, "step": step}
         if e.name == METHOD_EVENT:
             name, kind = method, "method"
+            phase.method_ns += ns
         elif inside:
             name, kind = str(e.delegate_debug_id_str or e.delegate_debug_id_int), "delegate"
         elif e.name in OP_EVENTS:
@@ -231,6 +240,6 @@ def tables(profile: Profile) -> list[Table]:
     """Ops of each phase that ran, then the layers."""
     ran = {name: phase for name, phase in profile.phases.items() if phase.steps}
     return [
-        *(_op_table(name, phase, name == "decode") for name, phase in ran.items()),
+        *(_op_table(name, phase, name != "prefill") for name, phase in ran.items()),
         _layer_table(ran),
     ]

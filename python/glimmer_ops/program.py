@@ -2,8 +2,8 @@
 
 One reading serves `inspect`, `profile` and `diff`: every instruction of every method with its op,
 its layer and its weights. A layer is known by the names of the weights and pools that an
-instruction uses (blk_<i>_..., pools.k_<i>), whatever the backend; a delegate call is one
-instruction.
+instruction uses (blk_<i>_..., pools.k_<i>, and with draft_ before them those of the draft model),
+whatever the backend; a delegate call is one instruction.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .gguf import QTYPES
 
 EMBED, HEAD, UNKNOWN = "embed", "head", "-"
 _LAYER_WEIGHT = re.compile(r"(?:^|[._])blk_(\d+)_(.+)$")
-_POOL = re.compile(r"(?:^|\.)[kv]_(\d+)$")
+_POOL = re.compile(r"(?:^|\.)(?:draft_)?[kv]_(\d+)$")
 _MAX_CONSTANT = 4096  # elements of a constant tensor that are read
 
 
@@ -49,6 +49,11 @@ class Weight:
     qtype: str
     tensor: Tensor
 
+    @property
+    def draft(self) -> bool:
+        """Whether it is the draft model's own."""
+        return self.name.split(".", 1)[-1].startswith("draft_")
+
 
 @dataclass(frozen=True)
 class Pool:
@@ -57,6 +62,11 @@ class Pool:
     name: str
     layer: int | None
     tensor: Tensor
+
+    @property
+    def draft(self) -> bool:
+        """Whether it is of the draft model's layers."""
+        return self.name.split(".", 1)[-1].startswith("draft_")
 
 
 @dataclass(frozen=True)

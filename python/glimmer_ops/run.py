@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from rich.table import Table
@@ -20,7 +20,15 @@ from . import _native
 from ._files import check_not_special
 from .profile import Profile, Recorder, tables, write_etdump, write_trace
 from .program import read_program
-from .session import Generated, Sampling, Session, load_program, set_threads
+from .session import (
+    Generated,
+    Sampling,
+    Session,
+    Speculation,
+    SpeculationStats,
+    load_program,
+    set_threads,
+)
 from .tokenizer import StreamDecoder, Tokenizer
 
 Write = Callable[[str], None]
@@ -45,6 +53,8 @@ class Request:
     ids_only: bool = False
     logits: Path | None = None
     profile: Path | None = None
+    speculate: bool = False
+    block_length: int | None = None
 
 
 def parse_ids(text: str) -> list[int]:
@@ -130,6 +140,21 @@ def _check(request: Request) -> None:
             raise ValueError(f"--{name}: expected a file in an existing folder, found {path}")
     if request.profile is not None and request.logits is not None:
         raise ValueError("--profile: expected a run without --logits, found both")
+    if request.block_length is not None and not request.speculate:
+        raise ValueError("--block-length: expected --speculate too")
+
+
+def _check_draft(request: Request, limits: Any) -> None:
+    if not request.speculate:
+        return
+    if limits.draft is None:
+        raise ValueError(
+            f"--speculate: expected a model with a draft, as `glimmer export --draft-gguf` writes "
+            f"it, found none in {request.model}"
+        )
+    length, most = request.block_length, limits.draft.block_size
+    if length is not None and not 2 <= length <= most:
+        raise ValueError(f"--block-length: expected 2 to {most}, found {length}")
 
 
 def run(request: Request, write: Write) -> list[Table]:
@@ -140,7 +165,8 @@ def run(request: Request, write: Write) -> list[Table]:
     _check(request)
     set_threads(request.threads or len(os.sched_getaffinity(0)))
     model = load_program(request.model, trace="times" if request.profile else "")
-    session = Session(model)
+    _check_draft(request, model.limits)
+    session = Session(model, draft=request.speculate)
     tokenizer = load_tokenizer(request.model, request.tokenizer)
     ids = _prompt_ids(request, tokenizer)
     recorder = None
@@ -164,10 +190,19 @@ def _write_profile(request: Request, recorder: Recorder, result: Generated) -> l
         else:
             with io.TextIOWrapper(f, encoding="utf-8", write_through=True) as text:
                 write_trace(profile, recorder, text)
-    for name, phase in profile.phases.items():
-        phase.tokens = getattr(result, f"{name}_tokens")
-        phase.wall = getattr(result, f"{name}_seconds")
+    for name in ("prefill", "decode"):
+        profile.phases[name].tokens = getattr(result, f"{name}_tokens")
+        profile.phases[name].wall = getattr(result, f"{name}_seconds")
+    if result.speculation:
+        _split_decode(profile, result.speculation)
     return tables(profile)
+
+
+def _split_decode(profile: Profile, stats: SpeculationStats) -> None:
+    """Decoding's wall time without the draft's, which is a phase of its own."""
+    decode, draft = profile.phases["decode"], profile.phases["draft"]
+    decode.wall = stats.verify_seconds
+    draft.tokens, draft.wall = stats.drafted, draft.method_ns / 1e9
 
 
 def _prefill_recorded(
@@ -208,15 +243,48 @@ def _generate(
     if recorder:
         tokens, seconds = _prefill_recorded(request, session, slot, ids[:-1], recorder)
         ids = ids[-1:]
+    speculation = Speculation(request.block_length) if request.speculate else None
     result = session.generate(
-        slot, ids, request.max_new_tokens, sampling, stop_ids, request.chunk, emit
+        slot, ids, request.max_new_tokens, sampling, stop_ids, request.chunk, emit, speculation
     )
     if recorder:
         result = dataclasses.replace(result, prefill_tokens=tokens, prefill_seconds=seconds)
     write((stream.finish() if stream else "") + "\n")
     if not request.ids_only:
         write(speeds(result))
+    if result.speculation and not request.ids_only:
+        # Further steps would be part of the profile.
+        plain = None if recorder else plain_step(session, slot, result.ids[-1], sampling)
+        write(speculated(result, plain))
     return result
+
+
+def plain_step(session: Session, slot: int, last_id: int, sampling: Sampling) -> float:
+    """Seconds of a step of plain decoding behind what the slot holds: the median of three."""
+    length = min(session.length(slot), session.limits.max_seq_len - 1)
+    times = []
+    for _ in range(3):
+        session.truncate(slot, length)
+        started = time.perf_counter()
+        session.decode([slot], [last_id], sampling)
+        times.append(time.perf_counter() - started)
+    return sorted(times)[1]
+
+
+def speculated(result: Generated, plain: float | None) -> str:
+    """Two lines: what was accepted, and the speed beside steps of plain decoding of `plain` s."""
+    stats = result.speculation
+    assert stats is not None
+    lengths = ", ".join(f"{n} of {b}" for b, n in enumerate(stats.passes_by_block) if n)
+    accepted = ", ".join(f"{k}: {n}" for k, n in enumerate(stats.passes_by_accepted) if n)
+    speed = plain * result.decode_tokens / result.decode_seconds if plain else 0.0
+    beside = f"; {speed:.2f} x the speed of plain decoding" if plain else ""
+    return (
+        f"speculation: {stats.passes} passes (blocks: {lengths}); {stats.accepted} of "
+        f"{stats.drafted} drafts accepted (passes by number accepted: {accepted or 'none'})\n"
+        f"{stats.tokens_per_pass:.2f} tokens a pass, {stats.accepted_per_pass:.2f} drafts accepted "
+        f"a drafting pass{beside}\n"
+    )
 
 
 def speeds(result: Generated) -> str:

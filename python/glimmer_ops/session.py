@@ -57,11 +57,61 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Speculation:
+    """How `Session.generate` speculates; the text is the same as without.
+
+    block: tokens of a block, 2 to the draft's block_size; None to choose each from the measured
+    cost of passes and the recent acceptance, down to plain decoding where drafts do not pay.
+    """
+
+    block: int | None = None
+
+    def _native(self) -> int:
+        if self.block is None:
+            return 0
+        block = _int("speculation: block", self.block)
+        if block == 0:  # which means None to the session
+            raise ValueError("speculation: block: expected at least 2, found 0")
+        return block
+
+
+@dataclass(frozen=True)
+class SpeculationStats:
+    """What came of it.
+
+    passes: steps of the target; each gave one token and the accepted drafts. drafted, accepted:
+    tokens. passes_by_block: by the length of the block, 0 to block_size; 1 is plain decoding.
+    passes_by_accepted: of the passes with drafts, by how many were accepted. seconds_by_block: the
+    least recent cost of a pass by length, 0 where there was none. *_seconds: in all.
+    """
+
+    passes: int
+    drafted: int
+    accepted: int
+    passes_by_block: list[int]
+    passes_by_accepted: list[int]
+    seconds_by_block: list[float]
+    draft_seconds: float
+    verify_seconds: float
+    inject_seconds: float
+
+    @property
+    def accepted_per_pass(self) -> float:
+        """Over the passes with drafts; 0 when there was none."""
+        drafting = sum(self.passes_by_accepted)
+        return self.accepted / drafting if drafting else 0.0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return (self.passes + self.accepted) / self.passes if self.passes else 0.0
+
+
+@dataclass(frozen=True)
 class Generated:
     """What `Session.generate` returns.
 
     ids: every sampled id, a stop id included. stop_reason: "length", "stop_id" or "callback".
-    prefill_* and decode_*: numbers of tokens and wall time in seconds.
+    prefill_* and decode_*: numbers of tokens and wall time in seconds. speculation: None without.
     """
 
     ids: list[int]
@@ -70,6 +120,7 @@ class Generated:
     prefill_seconds: float
     decode_tokens: int
     decode_seconds: float
+    speculation: SpeculationStats | None = None
 
 
 def _int(name: str, value: Any) -> int:
@@ -176,21 +227,24 @@ class Session:
     """Sequences ("slots") decoded with one model. See the module for errors.
 
     model: what `load_program` returns, or a `_C.Model`. page_seed: hand pages out in a random,
-    reproducible order; results do not depend on it.
+    reproducible order; results do not depend on it. draft: also keep the cache of the model's
+    DFlash draft model, for `speculate`; it costs a percent or two of a step. ValueError when the
+    model has none.
     """
 
-    def __init__(self, model: Any, page_seed: int | None = None) -> None:
-        self._session = _C.Session(model, page_seed)
+    def __init__(self, model: Any, page_seed: int | None = None, draft: bool = False) -> None:
+        self._session = _C.Session(model, page_seed, draft)
 
     @classmethod
-    def load(cls, path: str | Path, data: str | Path | None = None) -> Session:
+    def load(cls, path: str | Path, data: str | Path | None = None, draft: bool = False) -> Session:
         """A session on an exported program; arguments and errors as for `load_program`."""
-        return cls(load_program(path, data))
+        return cls(load_program(path, data), draft=draft)
 
     @property
     def limits(self) -> Any:
         """vocab_size, max_seq_len, max_chunk, max_rows, slots, page_size, global_pages,
-        sliding_pages, window, sliding_layers (0 or 1 a layer), n_layers, max_pages."""
+        sliding_pages, window, sliding_layers (0 or 1 a layer), n_layers, max_pages; draft: None or
+        block_size, mask_token_id and the same of its layers."""
         return self._session.limits
 
     def open(self) -> int:
@@ -204,6 +258,10 @@ class Session:
     def length(self, slot: int) -> int:
         """Number of tokens of a slot's sequence."""
         return self._session.length(_int("slot", slot))
+
+    def room(self, slot: int) -> int:
+        """The most tokens that the slot's next step has positions and free pages for."""
+        return self._session.room(_int("slot", slot))
 
     def prefill(
         self,
@@ -262,6 +320,31 @@ class Session:
             _ints("slots", slots), _ints("ids", ids), [s._native() for s in each]
         )
 
+    def speculate(
+        self,
+        slots: Sequence[int],
+        ids: Sequence[int],
+        blocks: Sequence[int],
+        sampling: Sampling | Sequence[Sampling],
+    ) -> list[list[int]]:
+        """One speculative step over distinct slots.
+
+        slots, ids: each slot's last token, not yet part of its sequence. blocks: rows to verify of
+        each, 1 (plain decoding) to limits.draft.block_size, 16 in all: the draft model names
+        block - 1 tokens, the target samples at every one of them, and those that it agrees with
+        are accepted. sampling: one for all slots, or one each.
+
+        Returns for each slot the tokens that `decode`, one at a time, would sample: as many as
+        were accepted and one more, which is not yet part of the sequence.
+        """
+        each = [sampling] * len(ids) if isinstance(sampling, Sampling) else sampling
+        return self._session.speculate(
+            _ints("slots", slots),
+            _ints("ids", ids),
+            _ints("blocks", blocks),
+            [s._native() for s in each],
+        )
+
     def generate(
         self,
         slot: int,
@@ -271,27 +354,30 @@ class Session:
         stop_ids: Sequence[int] = (),
         chunk: int | None = None,
         callback: Callable[[int], bool | None] | None = None,
+        speculation: Speculation | None = None,
     ) -> Generated:
         """Appends ids to a slot, then decodes.
 
         max_new_tokens: 1 to what max_seq_len leaves room for. stop_ids: decoding ends after one of
         them. callback: called with each id as it is sampled; returning False ends decoding.
+        speculation: draft and verify several tokens a step, in a session with `draft`.
 
         The last sampled id is not yet part of the sequence: begin the next call's ids with it.
         After KeyboardInterrupt or another error the slot holds what was decoded before (a prefill
         that did not end is rolled back, see `prefill`).
         """
-        return Generated(
-            **self._session.generate(
-                _int("slot", slot),
-                _ints("ids", ids),
-                _int("max_new_tokens", max_new_tokens),
-                (sampling or Sampling())._native(),
-                _ints("stop_ids", stop_ids),
-                self.limits.max_chunk if chunk is None else _int("chunk", chunk),
-                callback,
-            )
+        values = self._session.generate(
+            _int("slot", slot),
+            _ints("ids", ids),
+            _int("max_new_tokens", max_new_tokens),
+            (sampling or Sampling())._native(),
+            _ints("stop_ids", stop_ids),
+            self.limits.max_chunk if chunk is None else _int("chunk", chunk),
+            callback,
+            None if speculation is None else speculation._native(),
         )
+        stats = values.pop("speculation")
+        return Generated(**values, speculation=SpeculationStats(**stats) if stats else None)
 
     def truncate(self, slot: int, length: int) -> None:
         """Rolls a slot back to `length` tokens.
@@ -318,13 +404,18 @@ class Session:
         return self._session.table("sliding")
 
     def pages_in_use(self) -> dict[str, int]:
-        """Physical pages taken, by kind: {"global": n, "sliding": n}."""
-        return {kind: self._session.pages_in_use(kind) for kind in ("global", "sliding")}
+        """Physical pages taken, by kind: {"global": n, "sliding": n}, and of a draft's cache
+        "draft_global" and "draft_sliding"."""
+        kinds = ["global", "sliding"]
+        if self._session.drafts:
+            kinds += ["draft_global", "draft_sliding"]
+        return {kind: self._session.pages_in_use(kind) for kind in kinds}
 
-    def pool(self, layer: int, part: str) -> torch.Tensor:
+    def pool(self, layer: int, part: str, draft: bool = False) -> torch.Tensor:
         """The K or V pool of a layer: [pages, kv_heads, page_size, head_dim], writable, no copy.
 
-        part: "k" or "v". dtype: the program's KV dtype (float32, float16 or bfloat16).
+        part: "k" or "v". draft: a layer of the draft model. dtype: the program's KV dtype (float32,
+        float16 or bfloat16).
         """
-        view = torch.from_numpy(self._session.pool(_int("layer", layer), part))
+        view = torch.from_numpy(self._session.pool(_int("layer", layer), part, draft))
         return view.view(torch.bfloat16) if view.dtype == torch.uint16 else view

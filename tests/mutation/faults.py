@@ -38,6 +38,8 @@ def _memory(op: str, case: str) -> str:
     return f"tests/ops/test_fixtures.py::test_memory[{op}-cpu-{case}]"
 
 
+CHI_SQUARE = "tests/ops/test_sample.py::test_chi_square_of_temperature_with_top_k_and_top_p[scalar]"
+
 # Faults of one file stay together: that spares compilations.
 FAULTS = [
     Fault(
@@ -65,7 +67,7 @@ FAULTS = [
         "swapped parameter",
         "the post-norm uses the next norm's eps",
         "kernels/cpu/add_rms_norm.cpp",
-        "inverse_rms(row, dim, post_eps)",
+        "inverse_rms(row, dim, *post_eps)",
         "inverse_rms(row, dim, next_eps)",
         _check("add_rms_norm", "f32/small-eps-swapped"),
     ),
@@ -270,6 +272,24 @@ FAULTS = [
         _check("sample", "seeds-64-bit"),
     ),
     Fault(
+        "shared-noise",
+        "biased draw",
+        "two neighbouring ids share their noise",
+        "kernels/cpu/sample.cpp",
+        "score + gumbel_of(words_.word[id % 4]);",
+        "score + gumbel_of(words_.word[id % 4 & ~1]);",
+        CHI_SQUARE,
+    ),
+    Fault(
+        "top-p-total",
+        "swapped steps",
+        "the mass that top-p takes its share of is summed before the temperature",
+        "kernels/cpu/sample.cpp",
+        "total += weight_of(row.score(id));",
+        "total += weight_of(row.score(id) * row.temperature);",
+        CHI_SQUARE,
+    ),
+    Fault(
         "int32-rows",
         "int32 offset",
         "an offset into the table loses its bits from 31 on",
@@ -336,6 +356,97 @@ FAULTS = [
         isa="avx512",
     ),
 ]
+
+DRAFT_FILE = "lowering/dflash.py"
+
+
+def _draft(id_: str, kind: str, what: str, old: str, new: str) -> Fault:
+    test = "tests/lowering/test_dflash.py::test_logits_equal_transformers[True-mixed-Q4_K]"
+    return Fault(f"draft-{id_}", kind, what, DRAFT_FILE, old, new, test)
+
+
+# Each gives a draft model that looks right and drafts worse.
+DRAFT_FAULTS = [
+    _draft(
+        "rope-layout",
+        "RoPE layout",
+        "interleaved pairs instead of half-split ones",
+        'ROPE = "half"',
+        'ROPE = "interleaved"',
+    ),
+    _draft(
+        "window-minus-1",
+        "window - 1",
+        "the window excludes its last key, as the target's does",
+        "d.window + 1 if d.sliding",
+        "d.window if d.sliding",
+    ),
+    _draft(
+        "window-plus-1",
+        "window + 1",
+        "one key too many is visible",
+        "d.window + 1 if d.sliding",
+        "d.window + 2 if d.sliding",
+    ),
+    _draft(
+        "block-causal",
+        "wrong mask",
+        "a block's rows do not see the rows behind them",
+        "d.attn_scale, window, False, None)",
+        "d.attn_scale, window, True, None)",
+    ),
+    _draft(
+        "taps-norm",
+        "missing norm",
+        "the projected taps are not normed",
+        'torch.ops.glimmer.rms_norm(h, self._w(DRAFT + "enc_output_norm"), d.eps)',
+        "h",
+    ),
+    _draft(
+        "embedding-norm",
+        "extra norm",
+        "the block's embeddings are normed, as the target's are",
+        "        h = torch.ops.glimmer.rms_norm(x, self._w(self._draft(0,",
+        "        x = torch.ops.glimmer.rms_norm(x, None, d.eps)\n"
+        "        h = torch.ops.glimmer.rms_norm(x, self._w(self._draft(0,",
+    ),
+    _draft(
+        "head-multiplier",
+        "extra multiplier",
+        "the head multiplies its logits, as the target's does",
+        "head, 1.0, 0.0)",
+        "head, self.config.logit_scale, 0.0)",
+    ),
+    _draft(
+        "head-cap",
+        "extra soft-cap",
+        "the head caps its logits, as the target's does",
+        "head, 1.0, 0.0)",
+        "head, 1.0, self.config.soft_cap)",
+    ),
+    _draft(
+        "block-position",
+        "RoPE position",
+        "a block begins one position late",
+        "        x = torch.ops.glimmer.kquant_embedding(",
+        "        pos = pos + 1\n        x = torch.ops.glimmer.kquant_embedding(",
+    ),
+    _draft(
+        "q-norm-gain",
+        "missing gain",
+        "a block's queries are normed without their gain",
+        "            q, k, v, *gains, d.eps",
+        "            q, k, v, None, (*gains,)[1], d.eps",
+    ),
+    _draft(
+        "taps-order",
+        "swapped operands",
+        "the taps are joined from the deepest layer on",
+        'h = self._linear(taps, DRAFT + "fc")',
+        'h = self._linear(taps.unflatten(1, (-1, d.dim)).flip(1).flatten(1), DRAFT + "fc")',
+    ),
+]
+FAULTS += DRAFT_FAULTS
 
 
 def table() -> str:

@@ -223,6 +223,80 @@ def test_distribution_over_seeds_and_after_top_p(isa):
     assert chi_square(rank[position], p / p.sum()) < len(p) + 4 * (2 * len(p)) ** 0.5 + 8
 
 
+RULES = {"temperature": 0.8, "top_k": 60, "top_p": 0.9}
+DRAWS = 200_000
+
+
+def exact_distribution(
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, filter_at: float | None = None
+) -> np.ndarray:
+    """Probability of each id in float64: temperature, then top-k, then top-p with the crossing
+    token, renormalised. filter_at: the temperature that the filters see instead."""
+    z = logits.astype(np.float64)
+    z -= z.max()
+    order = np.argsort(-z, kind="stable")[:top_k]
+    mass = np.cumsum(np.exp(z[order] / (filter_at or temperature)))
+    kept = order[: int(np.searchsorted(mass, top_p * mass[-1])) + 1]
+    p = np.zeros(len(z))
+    p[kept] = np.exp(z[kept] / temperature)
+    return p / p.sum()
+
+
+def p_value(count: np.ndarray, p: np.ndarray) -> float:
+    """Chance of a chi-square statistic as large as the counts', were p the probabilities: the
+    upper incomplete gamma function. 0 when something was drawn that cannot be."""
+    if count[p == 0].any():
+        return 0.0
+    expected = (count.sum() * p)[p > 0]
+    statistic, freedom = ((count[p > 0] - expected) ** 2 / expected).sum(), len(expected) - 1
+    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+@pytest.fixture(scope="module")
+def wide_logits() -> torch.Tensor:
+    return 1.5 * randn(generator("chi-square"), 1, 300)
+
+
+def count_draws(logits: torch.Tensor) -> np.ndarray:
+    """How often each id comes in DRAWS draws, a step each."""
+    count = torch.zeros(logits.size(1), dtype=torch.int64)
+    for steps in torch.arange(DRAWS).split(20_000):
+        tokens = sample(logits.repeat(len(steps), 1), **RULES, seed=2026, step=steps)
+        count += torch.bincount(tokens, minlength=len(count))
+    return count.numpy()
+
+
+@pytest.fixture(scope="module")
+def drawn(wide_logits) -> np.ndarray:
+    return count_draws(wide_logits)
+
+
+def test_chi_square_of_temperature_with_top_k_and_top_p(isa, wide_logits):
+    p = exact_distribution(wide_logits[0].numpy(), **RULES)
+    assert 21 < (p > 0).sum() < RULES["top_k"] and DRAWS * p[p > 0].min() > 100
+    assert p_value(count_draws(wide_logits), p) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": 0.77},
+        {"temperature": 0.83},
+        {"top_k": 55},
+        {"top_k": 300},
+        {"top_p": 0.89},
+        {"top_p": 0.91},
+        {"filter_at": 1.0},
+    ],
+    ids=lambda wrong: "-".join(f"{k}={v}" for k, v in wrong.items()),
+)
+def test_the_chi_square_tells_other_rules(wide_logits, drawn, wrong):
+    """filter_at 1: top-p before temperature."""
+    p = exact_distribution(wide_logits[0].numpy(), **(RULES | wrong))
+    assert p_value(drawn, p) < 1e-9
+
+
 # --- Determinism ----------------------------------------------------------------------------------
 
 

@@ -11,6 +11,21 @@ import numpy as np
 from glimmer_ops._native import _C
 
 VOCAB = 13
+MASK = 12
+
+
+def draft_limits(slots=3, max_chunk=12, max_seq_len=96, page_size=4, **overrides):
+    """A draft with a global and a sliding layer."""
+    window = overrides.pop("window", 11)
+    values = {
+        "block_size": 8,
+        "mask_token_id": MASK,
+        "window": window,
+        "sliding_layers": [1, 0],
+        "global_pages": slots * -(-max_seq_len // page_size),
+        "sliding_pages": _C.sliding_pages(window, max_chunk, slots, page_size),
+    }
+    return _C.DraftLimits(**(values | overrides))
 
 
 def limits(**overrides):
@@ -65,13 +80,19 @@ class FakeModel(_C.Model):
         self.lim = lim
         self.calls = []
         self.fail_on = None  # (method, countdown)
-        self.pools = {
+        self.pools = self._new_pools(lim)
+        self.draft_pools = self._new_pools(lim.draft) if lim.draft else {}
+        self.taps = []  # (slot, id, position) of the rows of the last step with taps
+        self.mistake = lambda slot, pos: False
+
+    def _new_pools(self, caches):
+        return {
             (layer, part): np.full(
-                (lim.sliding_pages if s else lim.global_pages, 1, lim.page_size, 2),
+                (caches.sliding_pages if s else caches.global_pages, 1, self.lim.page_size, 2),
                 np.nan,
                 np.float32,
             )
-            for layer, s in enumerate(lim.sliding_layers)
+            for layer, s in enumerate(caches.sliding_layers)
             for part in "kv"
         }
 
@@ -87,23 +108,24 @@ class FakeModel(_C.Model):
         self._called("embed", len(ids))
         return np.stack([ids, ids * 2], 1).astype(np.float32)
 
-    def _write(self, ids, pos, slot, tables):
+    def _write(self, ids, pos, slot, tables, draft=False):
+        caches, pools = (self.lim.draft, self.draft_pools) if draft else (self.lim, self.pools)
         written = set()
         for i, p, s in zip(ids, pos, slot, strict=True):
             if s < 0:
                 continue
-            for (layer, _), pool in self.pools.items():
-                page = tables[self.lim.sliding_layers[layer]][s, p // self.lim.page_size]
+            for (layer, _), pool in pools.items():
+                page = tables[caches.sliding_layers[layer]][s, p // self.lim.page_size]
                 assert page >= 0, f"slot {s} position {p} has no page"
                 pool[page, 0, p % self.lim.page_size] = (i, p)
             written.add((s, p))
         assert len(written) == np.count_nonzero(np.asarray(slot) >= 0), "duplicate (slot, pos)"
 
-    def _read(self, layer, part, table, slot, first, last):
+    def _read(self, pool, table, slot, first, last):
         ids = []
         for p in range(first, last + 1):
             page = table[slot, p // self.lim.page_size]
-            stored = self.pools[layer, part][page, 0, p % self.lim.page_size]
+            stored = pool[page, 0, p % self.lim.page_size]
             if page < 0 or stored[1] != p:
                 return None  # freed, never written, or another sequence's
             ids.append(stored[0])
@@ -111,24 +133,66 @@ class FakeModel(_C.Model):
 
     def _logits(self, pos, slot, tables):
         seen = {}
-        for (layer, part), _ in self.pools.items():
+        for (layer, _), pool in self.pools.items():
             sliding = self.lim.sliding_layers[layer]
             first = max(0, pos - self.lim.window + 1) if sliding else 0
-            ids = self._read(layer, part, tables[sliding], slot, first, pos)
+            ids = self._read(pool, tables[sliding], slot, first, pos)
             if ids is None or seen.setdefault(sliding, ids) != ids:
                 return np.full(VOCAB, np.nan, np.float32)
         return history_logits(seen.get(0), seen.get(1))
 
-    def forward(self, embeds, pos, slot, global_table, sliding_table, rows):
-        self._called("forward", (len(pos), len(rows)))
+    def target_forward(self, embeds, pos, slot, *rest):
+        self.taps = list(zip(slot, embeds[:, 0], pos, strict=True))
+        return self.forward(embeds, pos, slot, *rest, method="target_forward")
+
+    def target_decode(self, ids, pos, slot, *rest):
+        self.taps = list(zip(slot, ids, pos, strict=True))
+        return self.decode(ids, pos, slot, *rest, method="target_decode")
+
+    def draft_prefill(self, rows, pos, slot, global_table, sliding_table):
+        self._called("draft_prefill", len(rows))
+        tapped = [self.taps[row] for row in rows]
+        assert [(t[0], t[2]) for t in tapped] == list(zip(slot, pos, strict=True))
+        self._write([t[1] for t in tapped], pos, slot, (global_table, sliding_table), draft=True)
+
+    def draft_forward(self, ids, pos, slot, global_table, sliding_table, sampling):
+        self._called("draft_forward", len(ids))
+        tables = (global_table, sliding_table)
+        self._write(ids, pos, slot, tables, draft=True)
+        out = []
+        for i, (id_, p, s) in enumerate(zip(ids, pos, slot, strict=True)):
+            if i == 0 or slot[i - 1] != s:
+                history = [*self._context(s, p, tables), int(id_)]
+                out.append(0)  # an anchor's means nothing
+                continue
+            assert id_ == self.lim.draft.mask_token_id and p == pos[i - 1] + 1
+            right = expected_next(history, self.lim, sampling[i].seed)
+            history.append((right + 1) % VOCAB if self.mistake(int(s), int(p)) else right)
+            out.append(history[-1])
+        return out
+
+    def _context(self, slot, length, tables):
+        """The ids that were injected for positions [0, length)."""
+        context = None
+        for (layer, _), pool in sorted(self.draft_pools.items(), reverse=True):  # the global first
+            sliding = self.lim.draft.sliding_layers[layer]
+            first = max(0, length - self.lim.draft.window + 1) if sliding else 0
+            ids = self._read(pool, tables[sliding], slot, first, length - 1)
+            assert ids is not None, f"layer {layer} lacks a position of slot {slot}"
+            context = ids if context is None else context
+            assert ids == context[first:], f"layer {layer} of slot {slot}"
+        return [int(i) for i in context]
+
+    def forward(self, embeds, pos, slot, global_table, sliding_table, rows, method="forward"):
+        self._called(method, (len(pos), len(rows)))
         assert len(rows) <= self.lim.max_rows and len(pos) <= self.lim.max_chunk
         tables = (global_table, sliding_table)
         self._write(embeds[:, 0], pos, slot, tables)
         out = [self._logits(pos[r], slot[r], tables) for r in rows]
         return np.array(out, np.float32).reshape(len(rows), VOCAB)
 
-    def decode(self, ids, pos, slot, global_table, sliding_table, sampling):
-        self._called("decode", len(ids))
+    def decode(self, ids, pos, slot, global_table, sliding_table, sampling, method="decode"):
+        self._called(method, len(ids))
         tables = (global_table, sliding_table)
         self._write(ids, pos, slot, tables)
         out = []
@@ -140,9 +204,14 @@ class FakeModel(_C.Model):
 
     def copy_page(self, kind, src, dst):
         self._called("copy_page", (kind, src, dst))
-        for (layer, _), pool in self.pools.items():
-            if self.lim.sliding_layers[layer] == (kind == "sliding"):
+        draft = kind.startswith("draft_")
+        caches, pools = (self.lim.draft, self.draft_pools) if draft else (self.lim, self.pools)
+        for (layer, _), pool in pools.items():
+            if caches.sliding_layers[layer] == kind.endswith("sliding"):
                 pool[dst] = pool[src]
 
     def pool(self, layer, part):
         return self.pools[layer, part]
+
+    def draft_pool(self, layer, part):
+        return self.draft_pools[layer, part]

@@ -340,12 +340,13 @@ class PoolMachine(RuleBasedStateMachine):
 
     def write(self, slot, n):
         pos = len(self.tokens[slot])
-        before = state(self.pool, self.SLOTS)
+        before, room = state(self.pool, self.SLOTS), self.pool.room(slot)
         try:
             copies = self.pool.reserve(slot, pos, n)
         except RuntimeError:
-            assert state(self.pool, self.SLOTS) == before
+            assert n > room and state(self.pool, self.SLOTS) == before
             return
+        assert n <= room
         for src, dst in copies:
             for i in range(self.SIZE):
                 self.memory[dst, i] = self.memory.get((src, i))
