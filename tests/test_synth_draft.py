@@ -51,8 +51,8 @@ def pair(folder, *args, **options):
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return load_files(pair(tmp_path_factory.mktemp("pair"), "tiny", "Q4_K_M"))
+def tiny(tiny_pair):
+    return tiny_pair("Q4_K_M", None)
 
 
 def load_files(paths):
@@ -157,16 +157,14 @@ def test_same_seed_same_bytes_whatever_the_threads(tmp_path, error_rate):
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def written(tiny_pair):
     """written(quant, rate): the text as an array, and the draft's proposals (see EagerPair)."""
     made = {}
 
     def get(quant, rate):
         if (quant, rate) not in made:
-            folder = tmp_path_factory.mktemp("agree")
-            model, draft = load_files(pair(folder, "tiny", quant, error_rate=rate))
             prompt = np.random.default_rng(5).integers(0, 1024, PROMPT).tolist()
-            eager = EagerPair(model, draft, PROMPT + COUNT)
+            eager = EagerPair(*tiny_pair(quant, rate), PROMPT + COUNT)
             text, proposals = eager.write(prompt, COUNT)
             made[quant, rate] = np.array(text), proposals
         return made[quant, rate]
