@@ -30,7 +30,7 @@ from glimmer_ops.synth_draft import DRAFT_PRESETS, draft_plan, synth_pair
 from support.draft import EagerPair
 
 PROMPT, COUNT = 32, 256
-PAIRS = [("Q4_K_M", rate) for rate in (0.0, 0.05, 0.2, 0.5)] + [("F16", 0.05), ("F16", 0.2)]
+PAIRS = [("Q4_K_M", rate) for rate in (0.0, 0.05, 0.2, 0.5)] + [("F16", 0.2)]
 
 
 def values(tensor):
@@ -145,7 +145,7 @@ def test_same_seed_same_bytes_whatever_the_threads(tmp_path, error_rate):
     try:
         for threads, seed in ((2, 3), (1, 3), (2, 4)):
             torch.set_num_threads(threads)
-            paths = pair(tmp_path, "tiny", "Q4_K_M", seed, error_rate=error_rate)
+            paths = pair(tmp_path, "tiny", "F16", seed, error_rate=error_rate)
             digests.append([digest(path) for path in paths])
     finally:
         torch.set_num_threads(before)
@@ -192,11 +192,10 @@ def test_the_draft_copies_without_error(written, quant, rate):
     assert right.mean() >= 0.998, right.mean(0)
 
 
-@pytest.mark.parametrize("quant", ["F16", "Q4_K_M"])
-def test_every_length_of_agreement_occurs(written, quant):
+def test_every_length_of_agreement_occurs(written):
     lengths = collections.Counter()
     for rate in (0.05, 0.2):
-        text, proposals = written(quant, rate)
+        text, proposals = written("Q4_K_M", rate)
         for i in range(COUNT - 15):
             right = proposals[i] == text[PROMPT + i + 1 : PROMPT + i + 16]
             lengths[len(list(itertools.takewhile(bool, right)))] += 1
