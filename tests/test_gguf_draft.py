@@ -264,7 +264,12 @@ BAD_KEYS = [
     ("target_layers", ARR, (STR, ["1"]), "target_layers: .*, found an array of 1 strings"),
     ("target_layers", ARR, (I32, [4, 1]), r"target_layers: expected ascending .*\[4, 1\]"),
     ("target_layers", ARR, (I32, [1, 1]), r"target_layers: expected ascending .*\[1, 1\]"),
-    ("target_layers", ARR, (I32, [-1, 1]), r"target_layers: expected ascending .*\[-1, 1\]"),
+    (
+        "target_layers",
+        ARR,
+        (I32, [-1, 1]),
+        r"target_layers\[0\]: expected an integer of at least 0, found -1",
+    ),
     ("target_layers", ARR, (I32, [1, 2, 3]), r"fc.weight: expected shape \[256, 768\]"),
     (MASK, I32, -1, "mask_token_id: expected an integer of 0 to .*, found -1"),
     (MASK, STR, "<mask>", "mask_token_id: expected an integer .*, found '<mask>'"),

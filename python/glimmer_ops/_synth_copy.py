@@ -37,6 +37,7 @@ CONSTANT = 2.0  # the first component of a normed embedding
 PAIRS = 8  # rotary pairs in use, those of the highest frequencies: no false peak within 2048
 DRAFT_GAIN = 2.0  # of the draft's Q and K norms: scores peak at 45
 CLEAR = 12.0  # more than any error rate needs, less than the codes' own overlap allows
+_SLAB = 64  # rows of the head computed at once
 _STREAM = 1 << 31 | 1  # of draws, apart from the random weights'
 _CODES, _SPREAD, _EMBEDDINGS = range(3)
 
@@ -71,7 +72,6 @@ class _Codes:
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
         self.dim, self.seed = config.dim, seed
-        self.vocab_size = config.vocab_size
         self.make = self._projection(_CODES, CODE, config.dim)  # [CODE, dim]: codes of rms 1
         self.make[:, 0] = 0  # the constant tells nothing
         self.spread = self._projection(_SPREAD, config.dim, CODE)  # [dim, CODE]: rms 1 again
@@ -81,22 +81,27 @@ class _Codes:
         return normal(rows, k, 1 / math.sqrt(k), self.seed, _STREAM, which)
 
     def embeddings(self, start: int, stop: int) -> torch.Tensor:
-        """float32 rows [start, stop) of the embedding: rms 1 / sqrt(dim)."""
-        std = 1 / math.sqrt(self.dim)
-        rows = normal(stop - start, self.dim, std, self.seed, _STREAM, _EMBEDDINGS, start)
-        others = 1 - CONSTANT**2 / self.dim  # their share of a row's square
-        rows *= math.sqrt(others)
-        rows[:, 0] = CONSTANT * std
+        """float32 rows [start, stop) of the embedding, of rms 1 / sqrt(dim); start is a multiple
+        of GROUP."""
+        std = math.sqrt((1 - CONSTANT**2 / self.dim) / self.dim)  # the constant has its share
+        rows = torch.empty(stop - start, self.dim)
+        for first in range(start, stop, GROUP):
+            count = min(GROUP, stop - first)
+            group = normal(count, self.dim, std, self.seed, _STREAM, _EMBEDDINGS, first)
+            rows[first - start : first - start + count] = group
+        rows[:, 0] = CONSTANT / math.sqrt(self.dim)
         return rows
 
     def head(self, scale: float, start: int, stop: int) -> torch.Tensor:
-        """float32 rows [start, stop) of the output head. In float64, so as not to depend on how
-        many threads add up."""
-        rows = self.embeddings(start, stop).double()
-        codes = rows / rows.square().mean(1, keepdim=True).sqrt() @ self.make.double().T
-        tokens = np.arange(start, stop)
+        """float32 rows [start, stop) of the output head, start a multiple of GROUP."""
+        make, spread = self.make.double().T, self.spread.double().T * scale
         out = torch.empty(stop - start, self.dim)
-        out[successor(tokens) - start] = (codes @ self.spread.double().T * scale).float()
+        for first in range(start, stop, _SLAB):
+            tokens = np.arange(first, min(first + _SLAB, stop))
+            # In float64, so as not to depend on how many threads add up
+            rows = self.embeddings(first, first + len(tokens)).double()
+            codes = rows / rows.square().mean(1, keepdim=True).sqrt() @ make
+            out[successor(tokens) - start] = (codes @ spread).float()
         return out
 
 

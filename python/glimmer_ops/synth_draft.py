@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import synth
-from ._synth_copy import agree
+from ._synth_copy import Computed, agree
 from ._synth_file import (
     Filling,
     Plan,
@@ -104,7 +104,7 @@ def synth_pair(
     plans = synth.plan(preset, quant), draft_plan(preset, quant)
     synth.check_seed(seed)
     target, draft = Path(path), Path(draft_path)
-    if target.absolute() == draft.absolute():
+    if target.resolve() == draft.resolve():
         raise ValueError(f"draft_path: expected another file than the target's, found {draft}")
     fillings = synth.filling(preset, seed), _filling(preset, seed)
     if error_rate is not None:
@@ -113,13 +113,17 @@ def synth_pair(
     sizes = [plan_bytes(plan) for plan in plans]
     report = counting(progress, sum(sizes))
     check_place(target, sizes[0])
-    check_place(draft, sizes[1])
+    check_place(draft, sum(sizes) if _one_disk(target, draft) else sizes[1])
     with staged(target) as target_part, staged(draft) as draft_part:
         keys = functools.partial(synth.add_keys, preset=preset, quant=quant, pattern="array")
         write(target_part, ARCHITECTURE, keys, plans[0], fillings[0], report)
         keys = functools.partial(_add_keys, preset=preset, quant=quant)
         write(draft_part, DRAFT_ARCHITECTURE, keys, plans[1], fillings[1], report)
     return target, draft
+
+
+def _one_disk(*paths: Path) -> bool:
+    return len({os.stat(path.absolute().parent).st_dev for path in paths}) == 1
 
 
 def _check_rate(error_rate: float, preset: str) -> None:
@@ -132,14 +136,13 @@ def _check_rate(error_rate: float, preset: str) -> None:
 
 
 def _agreeing(preset: str, seed: int, error_rate: float) -> tuple[Filling, Filling]:
-    target, draft = synth.PRESETS[preset], DRAFT_PRESETS[preset]
-    computed = agree(target, draft, seed, error_rate)
-    return tuple(
-        dataclasses.replace(filling, matrices=tensors.matrices, norms=tensors.norms)
-        for filling, tensors in zip(
-            (synth.filling(preset, seed), _filling(preset, seed)), computed, strict=True
-        )
-    )  # type: ignore[return-value]
+    configs = synth.PRESETS[preset], DRAFT_PRESETS[preset]
+    target, draft = agree(*configs, seed, error_rate)
+    return _with(synth.filling(preset, seed), target), _with(_filling(preset, seed), draft)
+
+
+def _with(filling: Filling, computed: Computed) -> Filling:
+    return dataclasses.replace(filling, matrices=computed.matrices, norms=computed.norms)
 
 
 def _filling(preset: str, seed: int) -> Filling:

@@ -277,19 +277,25 @@ def make_seeds() -> dict[str, bytes]:
 
 def _seed(size: dict[str, int], types: tuple[str, ...], tokens: bool) -> bytes:
     """A model that is accepted, with the fewest bytes."""
-    import gguf as package
-
     from glimmer_ops.config import ModelConfig, sliding_layers
-    from glimmer_ops.gguf import QTYPES, expected_tensors
+    from glimmer_ops.gguf import expected_tensors
 
     config = ModelConfig(
         size["dim"], size["layers"], size["heads"], 1, size["head_dim"], size["ffn"], size["vocab"],
         1e-5, 5e5, 4, sliding_layers(size["layers"], 4), 20.0, 1.0, 1.0, 1.0, 64,
     )  # fmt: skip
-    document = Document(3, [0, 0], _keys(config))
-    if tokens:
-        document.keys += _tokenizer(config.vocab_size)
-    for i, (name, shape) in enumerate(expected_tensors(config).items()):
+    keys = _keys(config) + (_tokenizer(config.vocab_size) if tokens else [])
+    return whole(keys, expected_tensors(config), types)
+
+
+def whole(keys: list[Key], shapes: dict[str, tuple[int, ...]], types: tuple[str, ...]) -> bytes:
+    """A file of these keys and of tensors of zeros, and of ones where they are norms."""
+    import gguf as package
+
+    from glimmer_ops.gguf import QTYPES
+
+    document = Document(3, [0, 0], keys)
+    for i, (name, shape) in enumerate(shapes.items()):
         qtype = types[i % len(types)] if len(shape) == 2 else "F32"
         if shape[-1] % QTYPES[qtype][0]:
             qtype = "F16"
@@ -305,27 +311,33 @@ def _seed(size: dict[str, int], types: tuple[str, ...], tokens: bool) -> bytes:
 
 
 def _keys(config) -> list[Key]:
-    numbers = {
+    numbers = {"vocab_size": config.vocab_size}
+    floats = {"final_logit_softcapping": config.soft_cap, "logit_scale": config.logit_scale}
+    return common_keys("muse-glimmer", config, numbers, floats)
+
+
+def common_keys(
+    architecture: str, config, numbers: dict[str, int], floats: dict[str, float]
+) -> list[Key]:
+    """What a target and a draft both have, and these."""
+    numbers = numbers | {
         "context_length": config.context_length,
         "block_count": config.n_layers,
         "embedding_length": config.dim,
         "feed_forward_length": config.ffn_dim,
-        "vocab_size": config.vocab_size,
         "attention.head_count": config.n_heads,
         "attention.head_count_kv": config.n_kv_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
         "attention.sliding_window": config.window,
     }
-    floats = {
+    floats = floats | {
         "attention.layer_norm_rms_epsilon": config.eps,
         "rope.freq_base": config.rope_theta,
-        "final_logit_softcapping": config.soft_cap,
-        "logit_scale": config.logit_scale,
     }
-    prefix = b"muse-glimmer."
+    prefix = f"{architecture}.".encode()
     flags = bytes(config.sliding)
-    keys = [Key(b"general.architecture", STRING, _string(b"muse-glimmer"))]
+    keys = [Key(b"general.architecture", STRING, _string(architecture.encode()))]
     keys += [Key(prefix + n.encode(), 4, struct.pack("<I", v)) for n, v in numbers.items()]
     keys += [Key(prefix + n.encode(), 6, struct.pack("<f", v)) for n, v in floats.items()]
     pattern = struct.pack("<IQ", 7, len(flags)) + flags

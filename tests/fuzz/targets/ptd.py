@@ -63,7 +63,7 @@ def prepare(folder: Path) -> Callable[[bytes], None]:
 def make_seeds() -> dict[str, bytes]:
     import tempfile
 
-    from toy_program import export_toy
+    from runtime.toy_program import export_toy
 
     with tempfile.TemporaryDirectory() as folder:
         export_toy(Path(folder))
