@@ -18,6 +18,7 @@ from glimmer_ops.inspect import describe
 from glimmer_ops.lowering import from_gguf
 from glimmer_ops.lowering.dflash import DraftForward, DraftPrefill, TargetForwardFromEmbeddings
 from glimmer_ops.lowering.graph import PoolPages, make_pools
+from glimmer_ops.ops import OPS
 from glimmer_ops.program import read_program
 from glimmer_ops.session import Sampling, Session, Speculation, load_program
 from glimmer_ops.synth_draft import synth_pair
@@ -160,6 +161,30 @@ def test_draft_logits_of_the_program_are_the_graphs(tiny_pair, exported_pair):
     assert len(logits) == 1
     found = np.frombuffer(logits[0][6], np.float32).reshape(block, 1024)
     assert np.array_equal(found, expected.numpy())
+
+
+def test_a_draft_draws_with_its_tokens_noise(exported_pair):
+    """The target draws the token at position p with step p - 1, and so does the draft."""
+    model = load_program(exported_pair("F16"), trace="outputs")
+    session = Session(model, draft=True)
+    session.prefill(session.open(), prompt(40, 2))
+    model.take_trace()
+    session.speculate([0], [17], [16], Sampling(temperature=50.0, top_k=200, top_p=0.99, seed=9))
+    places = read_program(exported_pair("F16") / "model.pte").method("draft_forward").by_place()
+    made = {
+        places[o[1], o[2]].name: np.frombuffer(o[6], o[4])
+        for o in model.take_trace()[1]
+        if o[0] == "draft_forward"
+    }
+    logits = torch.from_numpy(made["kquant_logits"].copy()).view(16, -1)
+    parameters = (
+        torch.full((16,), 50.0), torch.full((16,), 200), torch.full((16,), 0.99),
+        torch.full((16,), 9),
+    )  # fmt: skip
+    for shift, equal in ((-1, True), (0, False)):
+        step = torch.arange(40, 56) + shift
+        expected = OPS["sample"].reference(logits, *parameters, step)
+        assert (made["sample"].tolist() == expected.tolist()) == equal
 
 
 def test_embedding_and_head_are_stored_once(tiny_pair, exported_pair):

@@ -448,6 +448,64 @@ DRAFT_FAULTS = [
 ]
 FAULTS += DRAFT_FAULTS
 
+SPECULATE = "tests/runtime/test_speculate.py::"
+FAULTS += [
+    Fault(
+        "accept-next",
+        "off-by-one acceptance",
+        "a draft is compared with the token after the one it stands for",
+        "runtime/session.cpp",
+        "blocks[a][n] == next[first + n - 1]",
+        "blocks[a][n] == next[first + n]",
+        SPECULATE + "test_text_is_plain_decodings_and_counts_are_right[8-0.15-0]",
+    ),
+    Fault(
+        "inject-row",
+        "wrong row",
+        "every slot's accepted rows are taken from the first slot's block",
+        "runtime/session.cpp",
+        "rows.push_back(static_cast<int64_t>(first + i))",
+        "rows.push_back(static_cast<int64_t>(i))",
+        SPECULATE + "test_several_slots_speculate_in_one_step",
+    ),
+    Fault(
+        "rejected-pages",
+        "leak",
+        "pages of rejected rows stay reserved",
+        "runtime/session.cpp",
+        "for (const Anchor& a : anchors) roll_back(a.slot, lengths_[a.slot]);",
+        "",
+        SPECULATE + "test_afterwards_the_session_is_as_after_plain_decoding[1.0-None]",
+    ),
+    Fault(
+        "past-the-stop",
+        "missing rollback",
+        "what follows a stop token in its block stays in the sequence",
+        "runtime/generate.cpp",
+        "if (used < n) truncate(",
+        "if (used < 0) truncate(",
+        SPECULATE + "test_a_stop_token_inside_a_block[1]",
+    ),
+    Fault(
+        "draft-noise",
+        "wrong noise",
+        "a draft draws with the noise of the token after its own",
+        "runtime/program.cpp",
+        "before.push_back(pos - 1)",
+        "before.push_back(pos)",
+        "tests/test_speculation.py::test_a_draft_draws_with_its_tokens_noise",
+    ),
+    Fault(
+        "never-off",
+        "missing fallback",
+        "blocks are drafted whether they pay or not",
+        "runtime/block_policy.cpp",
+        "double rate = 1 / cost(1);",
+        "double rate = 0;",
+        "tests/runtime/test_block_policy.py::test_switches_off_when_drafts_do_not_pay[linear]",
+    ),
+]
+
 
 def table() -> str:
     """The faults as a Markdown table."""
