@@ -2,13 +2,17 @@
 
 Rows of op "model": prefill-64 and prefill-512 (as far as the export's sequences go), each in chunks
 of the export's size and with the logits of the last position; decode, one step of one sequence that
-starts behind 64 tokens. bytes: weights that the forward reads, each once a chunk, and the keys and
-values that are visible; of the embedding only the rows. flops: of the matmuls. load_s and peak_rss
-are those of a fresh process that loads, prefills and decodes; peak_rss counts the mapped weights
-that were touched.
+starts behind 64 tokens. With a draft model also verify-2 … verify-16, one speculative pass with a
+block of so many tokens behind the same 64, and speculate, 32 tokens with blocks chosen as it goes:
+both beside plain decoding, so that 1 / ratio of a pass is the tokens that it must give to pay, and
+the ratio of speculate is the speed-up on this text. bytes: weights that the forward reads, each
+once a chunk, and the keys and values that are visible; of the embedding only the rows. flops: of
+the matmuls. load_s and peak_rss are those of a fresh process that loads, prefills and decodes;
+peak_rss counts the mapped weights that were touched.
 
-Gate: logits are finite, and those of a prompt have the same bits in one chunk as in two; with the
-GGUF file, if its weights fit into memory in float32, they also agree with upstream's eager model.
+Gate: logits are finite, and those of a prompt have the same bits in one chunk as in two; a
+speculated text is plain decoding's; with the GGUF file, if its weights fit into memory in float32,
+logits also agree with upstream's eager model.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from glimmer_ops import _native
 from glimmer_ops.backends import BACKENDS
@@ -32,11 +37,11 @@ from glimmer_ops.gguf import load as load_gguf
 from glimmer_ops.ops import OPS
 from glimmer_ops.ops._contract import Cost
 from glimmer_ops.program import read_program
-from glimmer_ops.session import Sampling, Session
+from glimmer_ops.session import Generated, Sampling, Session, Speculation, SpeculationStats
 
 from . import fresh
 from .measure import Party, Settings, figures, peer_row, rounds
-from .peers import Peer
+from .peers import Counterpart, Peer
 from .probes import Probe, probe_of
 from .probes.cpu import available_memory
 from .report import Row, provenance
@@ -45,6 +50,9 @@ if TYPE_CHECKING:
     from .command import Request, Say
 
 PROMPTS = (fresh.PROMPT, 512)
+BLOCKS = (2, 4, 8, 16)
+SPECULATED = 32  # tokens
+PLAIN = "plain decoding"
 RMS_BOUND = 3e-2  # of int8 activations against float32 ones, see docs/numerics.md
 
 
@@ -62,18 +70,21 @@ class Reading:
     kv: int
 
 
-def reading(path: Path) -> Reading:
+def reading(path: Path, name: str = "forward_from_embeddings") -> Reading:
     """From the program's plan. ValueError for a file that is none."""
-    method = read_program(path).method("forward_from_embeddings")
+    method = read_program(path).method(name)
     if method is None:
-        raise ValueError(f"{path}: expected a method forward_from_embeddings")
-    weights = {w.name: w.tensor.nbytes for i in method.instructions for w in i.weights}
+        raise ValueError(f"{path}: expected a method {name}")
+    used = (w for i in method.instructions if not i.gathers for w in i.weights)
+    weights = {w.name: w.tensor.nbytes for w in used}
     macs = head = kv = 0
     for instruction in method.instructions:
         for pool in instruction.pools:
             pages, _, page_size, _ = pool.tensor.sizes
             kv = max(kv, 2 * pool.tensor.nbytes // (pages * page_size))
         for weight in (w for w in instruction.weights if len(w.tensor.sizes) == 2):
+            if instruction.gathers:
+                continue
             block, size = QTYPES[weight.qtype]
             count = weight.tensor.nbytes // size * block
             if instruction.name == "kquant_logits":
@@ -94,13 +105,18 @@ def visible_keys(begin: int, end: int, limits: Any) -> int:
 
 @dataclass
 class Workload:
-    """Timed calls of one kind on a session. run: as of `Timer`. tokens: of a call."""
+    """Timed calls of one kind on a session. run: as of `Timer`. tokens: of a call. plain: what a
+    speculative one is measured beside. gate: "pass", or why it gets no figure."""
 
     name: str
     run: Callable[[int, int, int], int]
     tokens: int
     bytes: int
     flops: int
+    close: Callable[[], None] = lambda: None
+    plain: Counterpart | None = None
+    stats: SpeculationStats | None = None
+    gate: str = "pass"
 
 
 def prefill(session: Session, length: int, needs: Reading) -> Workload:
@@ -151,7 +167,63 @@ def decode(session: Session, needs: Reading) -> Workload:
 
     keys = visible_keys(fresh.PROMPT, fresh.PROMPT + 1, limits)
     moved = needs.weights + keys * needs.kv
-    return Workload("decode", run, 1, moved, 2 * (needs.row_macs + needs.head_macs))
+    flops = 2 * (needs.row_macs + needs.head_macs)
+    return Workload("decode", run, 1, moved, flops, lambda: session.close(state["slot"]))
+
+
+class Pass:
+    """One pass over a block behind the prompt, again and again; a block of 1 is plain decoding."""
+
+    def __init__(self, session: Session, block: int) -> None:
+        self._session, self._block, self._slot = session, block, session.open()
+        self._ids = fresh.prompt(fresh.PROMPT + 1, session.limits.vocab_size)
+        session.prefill(self._slot, self._ids[:-1], rows=[])
+
+    def run(self, start: int, warm: int, calls: int) -> int:
+        total = 0
+        for i in range(warm + calls):
+            begin = time.perf_counter_ns()
+            self._session.speculate([self._slot], self._ids[-1:], [self._block], Sampling())
+            total += time.perf_counter_ns() - begin if i >= warm else 0
+            self._session.truncate(self._slot, fresh.PROMPT)
+        return total
+
+    def close(self) -> None:
+        self._session.close(self._slot)
+
+
+def verify(plain: Session, drafting: Session, block: int, path: Path) -> Workload:
+    needs = [reading(path, m) for m in ("target_decode", "draft_forward", "draft_prefill")]
+    limits = plain.limits
+    keys = visible_keys(fresh.PROMPT, fresh.PROMPT + block, limits)
+    moved = sum(r.weights for r in needs) + keys * needs[0].kv
+    flops = 2 * block * sum(r.row_macs + r.head_macs for r in needs)
+    ours, theirs = Pass(drafting, block), Pass(plain, 1)
+    beside = Counterpart(PLAIN, theirs.run, torch.Tensor, close=theirs.close)
+    return Workload(f"verify-{block}", ours.run, block, moved, flops, ours.close, beside)
+
+
+def speculate(plain: Session, drafting: Session) -> Workload:
+    ids = fresh.prompt(fresh.PROMPT, plain.limits.vocab_size)
+
+    def generate(session: Session, how: Speculation | None) -> Generated:
+        slot = session.open()
+        try:
+            return session.generate(slot, ids, SPECULATED, speculation=how)
+        finally:
+            session.close(slot)
+
+    def run(session: Session, how: Speculation | None) -> Callable[[int, int, int], int]:
+        return lambda start, warm, calls: sum(
+            int(generate(session, how).decode_seconds * 1e9) for _ in range(warm + calls)
+        )
+
+    expected, found = generate(plain, None), generate(drafting, Speculation())
+    beside = Counterpart(PLAIN, run(plain, None), torch.Tensor)
+    work = Workload("speculate", run(drafting, Speculation()), SPECULATED, 0, 0, plain=beside)
+    work.stats = found.speculation
+    work.gate = "pass" if found.ids == expected.ids else "the text differs from plain decoding's"
+    return work
 
 
 def gate(session: Session, gguf: Path | None, exact: bool) -> str:
@@ -231,7 +303,7 @@ def bench_model(request: Request, say: Say) -> Iterator[Row]:
             base = Row("model", "cpu", "", threads=count, variant=_variant(), gate=verdict)
             base = replace(base, load_s=load_s, peak_rss=peak_rss, **source)
             chosen = replace(settings, threads=count)
-            for work in _workloads(session, needs, request.case):
+            for work in _workloads(request.model, session, needs, request.case):
                 say(f"{request.model} {work.name}, {count} threads")
                 yield from _rows(request, base, work, chosen, probe, rivals, say)
 
@@ -243,17 +315,39 @@ def _variant() -> str:
     return found[0].name
 
 
-def _workloads(session: Session, needs: Reading, case: str | None) -> Iterator[Workload]:
+def _case_names(limits: Any) -> list[str]:
+    names = [f"prefill-{n}" for n in PROMPTS if n < limits.max_seq_len]
+    names.append("decode")
+    if limits.draft:
+        names += [f"verify-{b}" for b in BLOCKS if b <= limits.draft.block_size]
+        names.append("speculate")
+    return names
+
+
+def _workloads(
+    path: Path, session: Session, needs: Reading, case: str | None
+) -> Iterator[Workload]:
     """All of them, or the one of that name, each when its turn comes: decode takes a slot."""
-    lengths = [n for n in PROMPTS if n < session.limits.max_seq_len]
-    names = [*(f"prefill-{n}" for n in lengths), "decode"]
+    names = _case_names(session.limits)
     if case not in (None, *names):
         raise ValueError(f"--case: expected one of {', '.join(names)}, found '{case}'")
+    program = path / "model.pte" if path.is_dir() else path
+    drafting: Session | None = None
     for name in names if case is None else [case]:
-        if name == "decode":
+        kind, _, number = name.partition("-")
+        if kind in ("verify", "speculate") and drafting is None:
+            drafting = Session.load(path, draft=True)
+        if kind == "decode":
             yield decode(session, needs)
-        else:
-            yield prefill(session, int(name.removeprefix("prefill-")), needs)
+        elif kind == "prefill":
+            yield prefill(session, int(number), needs)
+        elif drafting is not None:
+            whole = kind == "speculate"
+            yield (
+                speculate(session, drafting)
+                if whole
+                else verify(session, drafting, int(number), program)
+            )
 
 
 def _rows(
@@ -266,10 +360,12 @@ def _rows(
     say: Say,
 ) -> list[Row]:
     base = replace(base, case=work.name, m=work.tokens, bytes=work.bytes, flops=work.flops)
+    if work.gate != "pass":
+        base = replace(base, gate=work.gate)
     if not base.passed:
         return [base]
-    found = []
-    for rival in rivals:
+    found = [work.plain] if work.plain else []
+    for rival in rivals if not work.plain else ():
         assert request.gguf is not None
         other = rival.model(request.gguf, work.name, work.tokens, settings.threads)
         if other is None:
@@ -282,8 +378,15 @@ def _rows(
     integer = not _native.exact_mode()
     cost = Cost(work.bytes, work.flops)
     row = replace(base, working_set=work.bytes, **figures(cost, taken, integer, in_cache))
-    row = replace(row, tok_s=work.tokens / (row.ms_median or math.inf) * 1e3)
-    for other in found:
-        other.close()
+    if not work.name.startswith("verify"):  # where tokens depend on the text
+        row = replace(row, tok_s=work.tokens / (row.ms_median or math.inf) * 1e3)
+    if work.stats:
+        row = replace(
+            row,
+            tokens_per_pass=work.stats.tokens_per_pass,
+            accepted_per_pass=work.stats.accepted_per_pass,
+        )
+    for close in (work.close, *(other.close for other in found)):
+        close()
     pairs = zip(found, taken.peers, strict=True)
     return [peer_row(row, other, samples) for other, samples in pairs] or [row]

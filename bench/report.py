@@ -34,7 +34,8 @@ class Row:
     over ours, above 1 where we are faster. gate: "pass", or why no figure is given. working_set:
     bytes that pass through between two uses of an argument. freedom: median of the core's adds a
     cycle. busy: CPUs that other processes used meanwhile. tok_s, load_s and peak_rss (bytes): of
-    whole models only. note: what a reader must know.
+    whole models only. tokens_per_pass and accepted_per_pass (of passes with drafts): of speculative
+    decoding. note: what a reader must know.
     """
 
     op: str
@@ -69,6 +70,8 @@ class Row:
     tok_s: float | None = None
     load_s: float | None = None
     peak_rss: int | None = None
+    tokens_per_pass: float | None = None
+    accepted_per_pass: float | None = None
     note: str = ""
     git: str = ""
     machine: str = ""
@@ -243,6 +246,11 @@ def notes(rows: Sequence[Row]) -> list[str]:
     for r in rows:
         if r.load_s is not None and r.peak_rss is not None:
             lines.append(f"load {r.load_s:.2f} s, peak RSS {r.peak_rss / 1e9:.2f} GB")
+        if r.tokens_per_pass is not None:
+            lines.append(
+                f"{r.case}: {r.tokens_per_pass:.2f} tokens a pass, "
+                f"{r.accepted_per_pass:.2f} drafts accepted a drafting pass"
+            )
     busy = [r.busy for r in rows if r.busy is not None]
     if busy and max(busy) > BUSY:
         lines.append(f"other processes kept up to {max(busy):.1f} CPUs busy: figures are too low")

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from glimmer_ops import cli
-from glimmer_ops.gguf import GGUFModel, load
+from glimmer_ops.gguf import GGUFDraft, GGUFModel, load, load_draft
 from glimmer_ops.lowering import ExportOptions, from_gguf, to_executorch
 from glimmer_ops.synth import synth
+from glimmer_ops.synth_draft import synth_pair
 from glimmer_ops.tokenizer import Tokenizer
+
+Pair = tuple[GGUFModel, GGUFDraft]
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +45,38 @@ def exported(
         name = "-".join([quant, *(f"{k}={v}" for k, v in options.items())])
         settings = ExportOptions(**(defaults | options))  # type: ignore[arg-type]
         return to_executorch(from_gguf(model), folder / name, settings, Tokenizer.from_gguf(model))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
+    """tiny_pair("Q4_K_M"): a loaded target and its draft, which disagree on every eighth token."""
+    folder = tmp_path_factory.mktemp("pairs")
+
+    @functools.cache
+    def make(quant: str, error_rate: float | None = 0.125) -> Pair:
+        files = (folder / f"{part}-{quant}-{error_rate}.gguf" for part in ("target", "draft"))
+        target, draft = files
+        synth_pair(target, draft, "tiny", quant, error_rate=error_rate)
+        return load(target), load_draft(draft)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def exported_pair(
+    tmp_path_factory: pytest.TempPathFactory, tiny_pair: Callable[..., Pair]
+) -> Callable[[str], Path]:
+    """exported_pair("Q4_K_M"): the folder of an export of that pair."""
+    folder = tmp_path_factory.mktemp("speculating")
+
+    @functools.cache
+    def make(quant: str) -> Path:
+        target, draft = tiny_pair(quant)
+        settings = ExportOptions(max_seq_len=640, slots=3, max_chunk=128, kv_dtype="f16")
+        tokenizer = Tokenizer.from_gguf(target)
+        return to_executorch(from_gguf(target, draft), folder / quant, settings, tokenizer)
 
     return make
 

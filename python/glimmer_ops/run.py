@@ -253,7 +253,8 @@ def _generate(
     if not request.ids_only:
         write(speeds(result))
     if result.speculation and not request.ids_only:
-        plain = plain_step(session, slot, result.ids[-1], sampling)
+        # Further steps would be part of the profile.
+        plain = None if recorder else plain_step(session, slot, result.ids[-1], sampling)
         write(speculated(result, plain))
     return result
 
@@ -270,18 +271,19 @@ def plain_step(session: Session, slot: int, last_id: int, sampling: Sampling) ->
     return sorted(times)[1]
 
 
-def speculated(result: Generated, plain: float) -> str:
+def speculated(result: Generated, plain: float | None) -> str:
     """Two lines: what was accepted, and the speed beside steps of plain decoding of `plain` s."""
     stats = result.speculation
     assert stats is not None
     lengths = ", ".join(f"{n} of {b}" for b, n in enumerate(stats.passes_by_block) if n)
     accepted = ", ".join(f"{k}: {n}" for k, n in enumerate(stats.passes_by_accepted) if n)
-    speed_up = plain * result.decode_tokens / result.decode_seconds
+    speed = plain * result.decode_tokens / result.decode_seconds if plain else 0.0
+    beside = f"; {speed:.2f} x the speed of plain decoding" if plain else ""
     return (
         f"speculation: {stats.passes} passes (blocks: {lengths}); {stats.accepted} of "
         f"{stats.drafted} drafts accepted (passes by number accepted: {accepted or 'none'})\n"
         f"{stats.tokens_per_pass:.2f} tokens a pass, {stats.accepted_per_pass:.2f} drafts accepted "
-        f"a drafting pass; {speed_up:.2f} x the speed of plain decoding\n"
+        f"a drafting pass{beside}\n"
     )
 
 
