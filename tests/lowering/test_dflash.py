@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -39,15 +38,6 @@ METHOD_WITH_TAPS = {
     "decode": "target_decode",
     "forward_from_embeddings": "target_forward_from_embeddings",
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The oracle's tensors are small: threads cost more than they give."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_the_script_runs_far_past_the_window_with_every_size() -> None:
