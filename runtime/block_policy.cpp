@@ -13,8 +13,9 @@ constexpr double kFade = 0.9;                            // of the counts, a pas
 constexpr double kPauseFade = 0.25;                      // of the counts, a pause
 constexpr double kPrior = 0.75;       // acceptance of a draft before any was seen
 constexpr double kPriorWeight = 0.5;  // drafts that the prior counts for
-constexpr int64_t kPlainFirst = 2;    // plain passes to begin with: what others are compared to
-constexpr int64_t kProbe = 4;         // length of the block that ends a pause
+constexpr int64_t kTrusted =
+    2;  // passes of a length before its cost is believed: the first may be cold
+constexpr int64_t kProbe = 4;                       // length of the block that ends a pause
 constexpr int64_t kMinPause = 16, kMaxPause = 256;  // tokens
 
 }  // namespace
@@ -33,7 +34,7 @@ BlockPolicy::BlockPolicy(int64_t max_block) : max_block_(max_block), next_pause_
 
 int64_t BlockPolicy::choose(int64_t limit) {
   limit = std::min(limit, max_block_);
-  if (limit < 2 || costs_[1].count < kPlainFirst) return 1;
+  if (limit < 2 || costs_[1].count < kTrusted) return 1;
   if (pause_ > 0) return --pause_ == 0 ? std::min(kProbe, limit) : 1;
   const int64_t block = best(limit);
   if (block > 1) {
@@ -77,7 +78,7 @@ double BlockPolicy::tokens(int64_t block) const {
 }
 
 double BlockPolicy::cost(int64_t block) const {
-  while (block > 1 && costs_[block].count == 0) --block;
+  while (block > 1 && costs_[block].count < kTrusted) --block;
   return costs_[block].least();
 }
 

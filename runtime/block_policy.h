@@ -2,9 +2,9 @@
 // by what passes of each length cost and how many drafts were accepted lately. 1 is plain decoding.
 //
 // Costs are measured as passes go: of each length the cheapest of the last few counts, since noise
-// only makes a pass slower; a length not tried yet is taken to cost what the next shorter one does,
-// so that it is tried. When no length beats plain decoding, speculation pauses, and is tried again
-// after 16, 32, ... 256 tokens.
+// only makes a pass slower; a length not tried twice yet is taken to cost what the next shorter one
+// does, so that it is tried. When no length beats plain decoding, speculation pauses, and is tried
+// again after 16, 32, ... 256 tokens.
 #pragma once
 
 #include <array>
@@ -25,7 +25,7 @@ class BlockPolicy {
 
   // Expected tokens of a pass.
   double tokens(int64_t block) const;
-  // Expected seconds of a pass; 0 where neither it nor a shorter one was measured.
+  // Expected seconds of a pass; 0 before a plain one was measured.
   double cost(int64_t block) const;
   // The measured seconds by length, [max_block + 1]; 0 where none was.
   std::vector<double> measured() const;

@@ -85,6 +85,7 @@ def test_costs_are_the_least_of_the_last_four():
     assert policy.cost(1) == policy.cost(9) == 0
     policy.observe(1, 0, 1.0)
     policy.observe(5, 0, 3.0)
+    assert policy.cost(5) == 1  # one measurement is not believed
     policy.observe(5, 4, 2.0)
     policy.observe(5, 4, 9.0)
     assert [policy.cost(b) for b in (1, 2, 4, 5, 16)] == [1, 1, 1, 2, 2]  # as the next shorter
