@@ -1,6 +1,6 @@
 """Weights of a target and a draft that agree: both copy, and only the target is disturbed.
 
-The text that the pair writes repeats what stands 16 tokens before, moved on by `successor`:
+The text that the pair writes repeats what stands 16 tokens before, changed by `successor`:
 token[i] = successor(token[i - 16]). A token's code is 256 random projections of its embedding.
 
 Target, layer 0: embeddings have a constant first component, and of the first layer's Q and K only
@@ -43,8 +43,9 @@ _CODES, _SPREAD, _EMBEDDINGS = range(3)
 
 
 def successor(token: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The token that follows 16 later: the next in its group of 16 ids, the last's is the first."""
-    return token // GROUP * GROUP + (token + 1) % GROUP
+    """The token that follows 16 later: ids 2i and 2i + 1 take turns. So no token of ordinary text,
+    nor the one that begins it, leads to one that ends it."""
+    return token ^ 1
 
 
 @dataclass(frozen=True)
