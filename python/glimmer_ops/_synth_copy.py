@@ -29,7 +29,7 @@ import torch
 
 from ._synth_file import GROUP, Rows, normal
 from .config import DraftConfig, ModelConfig
-from .synth import LOGIT_STD, POST_GAIN
+from .synth import CONTROL_IDS, LOGIT_STD, POST_GAIN
 
 PERIOD = 16  # tokens between one and its copy: a block's rows never see each other's sources
 CODE = 256  # dimensions of a code: two heads
@@ -43,9 +43,14 @@ _CODES, _SPREAD, _EMBEDDINGS = range(3)
 
 
 def successor(token: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The token that follows 16 later: ids 2i and 2i + 1 take turns. So no token of ordinary text,
-    nor the one that begins it, leads to one that ends it."""
-    return token ^ 1
+    """The token that follows 16 later: the next in its group of 16 ids, the last's is the first.
+
+    In groups with control tokens ids 2i and 2i + 1 take turns instead, so that no token of ordinary
+    text, nor the one that begins it, leads to one that ends it.
+    """
+    group = token // GROUP
+    paired = (group >= CONTROL_IDS[0] // GROUP) & (group <= CONTROL_IDS[-1] // GROUP)
+    return np.where(paired, token ^ 1, group * GROUP + (token + 1) % GROUP)
 
 
 @dataclass(frozen=True)
