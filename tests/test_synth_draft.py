@@ -252,10 +252,18 @@ def test_gain_and_head_follow_from_the_noise():
         assert spread <= 4.5 + 1e-9 and winner <= config.soft_cap + 1e-9
 
 
-def test_successor_is_a_permutation_within_groups():
-    ids = np.arange(64)
-    assert sorted(successor(ids)) == ids.tolist()
-    assert (successor(ids) // 16 == ids // 16).all() and (successor(ids) != ids).all()
+def test_successor_is_a_permutation_that_never_ends_a_text(tiny):
+    ids = np.arange(1024)
+    assert sorted(successor(ids)) == ids.tolist() and (successor(ids) != ids).all()
+    assert (successor(ids) // 16 == ids // 16).all()
+    keys = tiny[0].metadata
+    begin = keys["tokenizer.ggml.bos_token_id"]
+    ends = [keys[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot")]
+    ordinary = np.flatnonzero(keys["tokenizer.ggml.token_type"] == gguf.TokenType.NORMAL)
+    reached = np.append(ordinary, begin)
+    for _ in range(16):
+        reached = successor(reached)
+        assert not np.isin(reached, ends).any()
 
 
 def test_computed_rows_do_not_depend_on_the_chunks(monkeypatch, tmp_path):

@@ -1,6 +1,6 @@
 """Weights of a target and a draft that agree: both copy, and only the target is disturbed.
 
-The text that the pair writes repeats what stands 16 tokens before, moved on by `successor`:
+The text that the pair writes repeats what stands 16 tokens before, changed by `successor`:
 token[i] = successor(token[i - 16]). A token's code is 256 random projections of its embedding.
 
 Target, layer 0: embeddings have a constant first component, and of the first layer's Q and K only
@@ -29,7 +29,7 @@ import torch
 
 from ._synth_file import GROUP, Rows, normal
 from .config import DraftConfig, ModelConfig
-from .synth import LOGIT_STD, POST_GAIN
+from .synth import CONTROL_IDS, LOGIT_STD, POST_GAIN
 
 PERIOD = 16  # tokens between one and its copy: a block's rows never see each other's sources
 CODE = 256  # dimensions of a code: two heads
@@ -43,8 +43,14 @@ _CODES, _SPREAD, _EMBEDDINGS = range(3)
 
 
 def successor(token: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The token that follows 16 later: the next in its group of 16 ids, the last's is the first."""
-    return token // GROUP * GROUP + (token + 1) % GROUP
+    """The token that follows 16 later: the next in its group of 16 ids, the last's is the first.
+
+    In groups with control tokens ids 2i and 2i + 1 take turns instead, so that no token of ordinary
+    text, nor the one that begins it, leads to one that ends it.
+    """
+    group = token // GROUP
+    paired = (group >= CONTROL_IDS[0] // GROUP) & (group <= CONTROL_IDS[-1] // GROUP)
+    return np.where(paired, token ^ 1, group * GROUP + (token + 1) % GROUP)
 
 
 @dataclass(frozen=True)

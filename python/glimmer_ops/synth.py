@@ -277,6 +277,10 @@ _CONTROL = (
 )
 
 
+_FIRST_CONTROL = 256 + len(_MERGES.split("|"))  # after the bytes and the merges
+CONTROL_IDS = range(_FIRST_CONTROL, _FIRST_CONTROL + len(_CONTROL))
+
+
 def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
     tokens = byte_alphabet()
     merges = _MERGES.split("|")
