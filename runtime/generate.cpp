@@ -91,9 +91,9 @@ GenerateResult Session::generate(int64_t slot, const std::vector<int64_t>& ids,
 bool Session::deliver(int64_t slot, const std::vector<int64_t>& ids,
                       const std::vector<int64_t>& stop_ids, const Callback& callback,
                       GenerateResult& result) {
-  const int64_t end = length(slot), n = static_cast<int64_t>(ids.size());
-  const auto stop_after = [&](int64_t used) {
-    if (used < n) truncate(slot, end - n + used);
+  const int64_t n = static_cast<int64_t>(ids.size()), start = length(slot) - n;
+  const auto stop_after = [&](int64_t used) {  // the callback may have truncated the slot itself
+    if (length(slot) > start + used) truncate(slot, start + used);
   };
   for (int64_t i = 0; i < n; ++i) {
     result.ids.push_back(ids[i]);

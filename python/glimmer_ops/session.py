@@ -360,7 +360,8 @@ class Session:
 
         max_new_tokens: 1 to what max_seq_len leaves room for. stop_ids: decoding ends after one of
         them. callback: called with each id as it is sampled; returning False ends decoding.
-        speculation: draft and verify several tokens a step, in a session with `draft`.
+        speculation: draft and verify several tokens a step, in a session with `draft`; the slot may
+        then be ahead of the callback, and is taken back to it when decoding ends there.
 
         The last sampled id is not yet part of the sequence: begin the next call's ids with it.
         After KeyboardInterrupt or another error the slot holds what was decoded before (a prefill

@@ -12,7 +12,7 @@ from glimmer_ops.backends import BACKENDS
 from glimmer_ops.bench import plot
 from glimmer_ops.bench.command import thread_counts
 from glimmer_ops.bench.report import Row, read, write
-from glimmer_ops.session import threads
+from glimmer_ops.session import Session, threads
 
 CASE = ("--op", "rms_norm", "--case", "f32/5x6656", "--samples", 3, "--threads", 1)
 
@@ -152,6 +152,44 @@ def test_a_model_with_wrong_logits_gets_no_figure(bench, exported, monkeypatch) 
     )
     status, out, _ = bench("--model", exported("Q4_K_M"), "--quick", "--threads", 1)
     assert status == 1 and "logits depend on the chunk" in out and "FAIL" in out
+
+
+def test_speculative_passes(bench, exported_pair, tmp_path: Path) -> None:
+    folder, path = exported_pair("Q4_K_M"), tmp_path / "a.json"
+    rows = {}
+    for case in ("verify-2", "verify-16", "speculate"):
+        status, _, _ = bench(
+            "--model", folder, "--quick", "--threads", 1, "--case", case, "--json", path
+        )
+        assert status == 0
+        (rows[case],) = read(path)
+        row = rows[case]
+        assert row.passed and row.peer == "plain decoding" and row.ratio and row.peer_ms_median
+    assert rows["verify-16"].m == 16 and rows["verify-16"].tok_s is None
+    assert rows["verify-16"].ms_median > rows["verify-2"].ms_median
+    assert rows["verify-16"].flops == 8 * rows["verify-2"].flops
+    weights = (folder / "model.ptd").stat().st_size
+    assert 0.5 * weights < rows["verify-2"].bytes < 1.3 * weights  # some are read twice
+    assert rows["speculate"].tokens_per_pass >= 1 and rows["speculate"].accepted_per_pass >= 0
+
+
+def test_a_text_that_speculation_changes_gets_no_figure(bench, exported_pair, monkeypatch) -> None:
+    generate = Session.generate
+
+    def changed(self, *args, speculation=None, **kwargs):
+        result = generate(self, *args, speculation=speculation, **kwargs)
+        return replace(result, ids=result.ids[::-1]) if speculation else result
+
+    monkeypatch.setattr(Session, "generate", changed)
+    status, out, _ = bench(
+        "--model", exported_pair("Q4_K_M"), "--quick", "--threads", 1, "--case", "speculate"
+    )
+    assert status == 1 and "the text differs from plain decoding's" in out
+
+
+def test_speculative_cases_need_a_draft(bench, exported) -> None:
+    status, _, err = bench("--model", exported("Q4_K_M"), "--quick", "--case", "verify-4")
+    assert status == 1 and "--case: expected one of prefill-64, prefill-512, decode, found" in err
 
 
 def _row(op: str, m: int, thread_count: int, gflops: float) -> Row:

@@ -179,6 +179,22 @@ def test_a_callback_may_stop_or_fail_inside_a_block(n):
         session.close(slot)
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_callback_may_truncate_the_slot(goes_on):
+    session, _ = new()
+    slot, ids = session.open(), text(20)
+
+    def callback(id_):
+        session.truncate(slot, 15)
+        return goes_on
+
+    result = session.generate(slot, ids, 20, callback=callback, speculation=Speculation(8))
+    assert len(result.ids) == (20 if goes_on else 1)
+    assert session.length(slot) == 15
+    more = session.generate(slot, [3], 20, speculation=Speculation(8))
+    assert more.ids == plain_text([*ids[:15], 3], 20, session.limits)
+
+
 @pytest.mark.parametrize("spare", range(4))
 def test_scarce_pages_shorten_blocks_and_never_fail_what_plain_decoding_does_not(spare):
     # Pages for exactly the positions that plain decoding writes, and a few more.
