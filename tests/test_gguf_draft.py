@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 
 import numpy as np
 import pytest
@@ -408,28 +407,9 @@ def test_an_array_of_a_million_layers_is_refused_in_one_short_line(write):
     refuse(write(**with_key("target_layers", ARR, (I32, range(1 << 20)))), "array of 1048576 int32")
 
 
-def load_or_refuse(path):
-    try:
-        draft = load_draft(path)
-    except GGUFError:
-        return
-    for tensor in draft.tensors.values():
-        assert tensor.raw().nbytes == tensor.nbytes
-
-
 def test_byte_flips_in_the_header_raise_nothing_else(write):
-    data = build()
-    size = header_size()
-    path = write(data)
-    rng = random.Random(0)
-    with open(path, "r+b", buffering=0) as file:
-        for _ in range(400):
-            at = rng.randrange(size)
-            file.seek(at)
-            file.write(bytes([data[at] ^ (1 << rng.randrange(8))]))
-            load_or_refuse(path)
-            file.seek(at)
-            file.write(data[at : at + 1])
+    path = write(build())
+    gguf_file.flip_header_bits(load_draft, path, header_size(), 400)
     assert load_draft(path).config.n_layers == LAYERS
 
 
@@ -447,4 +427,4 @@ def test_overwritten_header_bytes_raise_nothing_else(write, patches):
     data = bytearray(build())
     for at, patch in patches:
         data[at : at + len(patch)] = patch
-    load_or_refuse(write(bytes(data)))
+    gguf_file.load_or_refuse(load_draft, write(bytes(data)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import struct
 import time
 
@@ -66,3 +67,26 @@ def refuse(load, path, words):
     assert time.process_time() - start < 2
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 900
+
+
+def load_or_refuse(load, path):
+    """Any error but a GGUFError is a fault."""
+    try:
+        model = load(path)
+    except GGUFError:
+        return
+    for tensor in model.tensors.values():
+        assert tensor.raw().nbytes == tensor.nbytes
+
+
+def flip_header_bits(load, path, size, count):
+    """Loads the file with one bit of its first `size` bytes flipped, `count` times."""
+    data, rng = path.read_bytes(), random.Random(0)
+    with open(path, "r+b", buffering=0) as file:
+        for _ in range(count):
+            at = rng.randrange(size)
+            file.seek(at)
+            file.write(bytes([data[at] ^ (1 << rng.randrange(8))]))
+            load_or_refuse(load, path)
+            file.seek(at)
+            file.write(data[at : at + 1])
