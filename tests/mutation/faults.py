@@ -466,7 +466,7 @@ FAULTS += [
         "runtime/session.cpp",
         "rows.push_back(static_cast<int64_t>(first + i))",
         "rows.push_back(static_cast<int64_t>(i))",
-        SPECULATE + "test_several_slots_speculate_in_one_step",
+        SPECULATE + "test_several_slots_speculate_in_one_step[0.3]",
     ),
     Fault(
         "rejected-pages",
