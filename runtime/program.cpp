@@ -7,6 +7,7 @@
 #include <executorch/extension/module/module.h>
 #include <executorch/extension/tensor/tensor_ptr_maker.h>
 
+#include <algorithm>
 #include <cstring>
 #include <fstream>
 #include <stdexcept>
@@ -333,7 +334,8 @@ class ProgramModel : public Model {
     if (limits_.n_layers() != n_layers)
       bad_program("get_sliding_layers: expected " + std::to_string(n_layers) + " entries, found " +
                   std::to_string(limits_.n_layers()));
-    if (has_method(kDraftForward)) read_draft_limits();
+    const auto has = [this](const char* method) { return has_method(method); };
+    if (std::any_of(std::begin(kDraftMethods), std::end(kDraftMethods), has)) read_draft_limits();
     check_limits(limits_);
   }
 
@@ -347,7 +349,8 @@ class ProgramModel : public Model {
     draft.sliding_layers = constant_list("get_draft_sliding_layers");
     const int64_t window = constant("get_draft_sliding_window");
     draft.window = window > 0 ? window + 1 : 0;  // inclusive in the program
-    if (draft.block_size < 1) bad_program("get_block_size: expected at least 2");
+    if (draft.block_size < 1)
+      bad_program("get_block_size: expected at least 2, found " + std::to_string(draft.block_size));
   }
 
   void expect_method(const char* name) {

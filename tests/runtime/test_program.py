@@ -14,8 +14,20 @@ import pytest
 import torch
 
 import toy_program
-from glimmer_ops.session import Sampling, Session, load_program, program_digest
-from toy_program import CHUNK, DIM, MAX_SEQ, PAGE, SLIDING, VOCAB, WINDOW, export_toy
+from glimmer_ops.session import Sampling, Session, Speculation, load_program, program_digest
+from toy_program import (
+    BLOCK,
+    CHUNK,
+    DIM,
+    DRAFT_PAGES,
+    DRAFT_WINDOW,
+    MAX_SEQ,
+    PAGE,
+    SLIDING,
+    VOCAB,
+    WINDOW,
+    export_toy,
+)
 
 WEIGHTS_ID = 0xFEDC_0000_0000_0012  # does not fit a signed 64-bit integer
 
@@ -323,7 +335,7 @@ def test_a_method_that_fails_says_why(tmp_path):
 
 SILENT = """
 import sys
-from glimmer_ops.session import Session, set_threads
+from glimmer_ops.session import Session, Speculation, set_threads
 session = Session.load(sys.argv[1])
 set_threads(2)
 session.prefill(session.open(), [1, 2, 3])
@@ -412,3 +424,51 @@ def test_data_file_with_a_field_outside_of_its_table_is_refused(toy, tmp_path):
     (folder / "model.ptd").write_bytes(data)
     with pytest.raises(ValueError, match="model.ptd: is damaged: a field lies outside"):
         load_program(folder)
+
+
+# --- programs with a draft model ------------------------------------------------------------------
+
+
+def test_a_draft(tmp_path):
+    model = export_toy(tmp_path, draft=True)
+    limits = load_program(tmp_path).limits
+    assert (limits.draft.block_size, limits.draft.mask_token_id) == (BLOCK, VOCAB - 1)
+    assert limits.draft.window == DRAFT_WINDOW + 1  # a query sees so many keys, itself included
+    plain = Session.load(tmp_path)
+    ids = [1, 2, 3, 4, 5, 6, 7]
+    expected_ids = plain.generate(plain.open(), ids, 50).ids
+    assert expected_ids[0] == np.argmax(expected(model, ids)[-1])
+    session = Session.load(tmp_path, draft=True)
+    for block in (2, BLOCK, None):
+        slot = session.open()
+        result = session.generate(slot, ids, 50, chunk=3, speculation=Speculation(block))
+        assert result.ids == expected_ids
+        session.close(slot)
+    assert session.pool(0, "k", draft=True).shape[0] == DRAFT_PAGES
+    with pytest.raises(ValueError, match=r"layer: expected a value in \[0, 1\), found 1"):
+        session.pool(1, "k", draft=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        *(
+            ({"without": method}, RuntimeError, f"expected a method {method}")
+            for method in ("target_forward_from_embeddings", "target_decode", "draft_prefill",
+                           "draft_forward")
+        ),
+        ({"without": "get_block_size"}, RuntimeError, "constant get_block_size cannot be read"),
+        ({"get_block_size": 0}, RuntimeError, "get_block_size: expected at least 2, found 0"),
+        ({"get_block_size": 1}, ValueError, "draft.block_size: expected"),
+        ({"get_block_size": 17}, ValueError, "draft.block_size: expected"),
+        ({"get_mask_token_id": VOCAB}, ValueError, "draft.mask_token_id: expected"),
+        ({"get_draft_sliding_window": -3}, ValueError, "draft.window: expected"),
+        ({"get_draft_sliding_layers": torch.tensor([1, 1])}, RuntimeError, "draft_k_1"),
+        ({"get_draft_sliding_pages": 19}, RuntimeError, r"draft_k_0: expected .* \[19, kv_heads"),
+        ({"share": False}, RuntimeError, "expected one pool for all methods"),
+    ],
+)  # fmt: skip
+def test_drafts_that_are_not_ours(tmp_path, changes, error, message):
+    export_toy(tmp_path, draft=True, **changes)
+    with pytest.raises(error, match=message):
+        load_program(tmp_path)

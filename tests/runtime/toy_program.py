@@ -1,7 +1,8 @@
 """Exports a tiny program with the methods, pools and constants of a real one, on stock operators.
 
 Its pools hold the ids of the tokens; the logits of a row are id-weighted sums over the positions it
-may see, with one table of weights per layer kind.
+may see, with one table of weights per layer kind. Its draft model has one sliding layer that holds
+ids too, and names the id behind the last, which is right now and then.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ VOCAB, DIM, MAX_SEQ, CHUNK, ROWS, SLOTS, PAGE, WINDOW = 11, 2, 64, 8, 3, 2, 4, 6
 MAX_PAGES = MAX_SEQ // PAGE
 GLOBAL_PAGES, SLIDING_PAGES = SLOTS * MAX_PAGES, 24
 SLIDING = (1, 0)  # layer 0 slides
+BLOCK, DRAFT_WINDOW, DRAFT_PAGES = 6, 5, 20
 
 
 class Pools(torch.nn.Module):
@@ -97,6 +99,57 @@ class Decode(Method):
         return torch.remainder(logits.argmax(1) + seed * (pos + 1), VOCAB)
 
 
+class TargetForward(Forward):
+    def forward(self, embeds, pos, slot, global_table, sliding_table, rows):
+        logits = self.step(embeds, pos, slot, (global_table, sliding_table), rows)
+        return logits, embeds * 2
+
+
+class TargetDecode(Decode):
+    def forward(self, ids, pos, slot, global_table, sliding_table, temperature, top_k, top_p, seed):
+        where = (pos, slot, global_table, sliding_table)
+        sampled = Decode.forward(self, ids, *where, temperature, top_k, top_p, seed)
+        return sampled, self.embed(ids) * 2
+
+
+class DraftPools(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for part in "kv":
+            self.register_buffer(f"draft_{part}_0", torch.zeros(DRAFT_PAGES, 1, PAGE, DIM))
+
+
+class DraftPrefill(torch.nn.Module):
+    def __init__(self, pools: DraftPools) -> None:
+        super().__init__()
+        self.pools = pools
+
+    def write(self, x, pos, slot, table):
+        page, offset = table.to(torch.int64)[slot, pos // PAGE], pos % PAGE
+        for pool in (self.pools.draft_k_0, self.pools.draft_v_0):
+            pool.index_put_((page, torch.zeros_like(page), offset), x)
+
+    def forward(self, taps, pos, slot, global_table, sliding_table):
+        self.write(taps / 2, pos, slot, sliding_table)
+        return taps[:, 0] * 0
+
+
+class DraftForward(DraftPrefill):
+    def forward(self, ids, pos, slot, global_table, sliding_table, t, top_k, top_p, seed, step):
+        self.write(Toy.embed(self, ids), pos, slot, sliding_table)
+        last = self.pools.draft_k_0[sliding_table.to(torch.int64)[slot, step // PAGE]]
+        before = last[torch.arange(ids.shape[0]), 0, step % PAGE, 0]
+        return torch.remainder(before.to(torch.int64) + 1, VOCAB)
+
+
+DRAFT_CONSTANTS = {
+    "get_block_size": BLOCK,
+    "get_mask_token_id": VOCAB - 1,
+    "get_draft_sliding_window": DRAFT_WINDOW,
+    "get_draft_sliding_layers": torch.tensor([1]),
+    "get_draft_global_pages": 1,
+    "get_draft_sliding_pages": DRAFT_PAGES,
+}
 CONSTANTS = {
     "get_vocab_size": VOCAB,
     "get_max_seq_len": MAX_SEQ,
@@ -118,8 +171,22 @@ def _export(module, args, dims):
     return export(module, args, dynamic_shapes=dynamic, strict=False)
 
 
+def _draft_programs(toy: Toy, plain: dict, t: Dim, d: Dim) -> dict:
+    x, n = torch.zeros(3, DIM), torch.arange(3)
+    pools = DraftPools()
+    args, dims = plain["decode"]
+    where = args[1:5]
+    methods = {
+        "target_forward_from_embeddings": (TargetForward(toy), *plain["forward_from_embeddings"]),
+        "target_decode": (TargetDecode(toy), args, dims),
+        "draft_prefill": (DraftPrefill(pools), (x, *where), (t, t, t, None, None)),
+        "draft_forward": (DraftForward(pools), (*args, n), (*dims, d)),
+    }
+    return {name: _export(*method) for name, method in methods.items()}
+
+
 @functools.cache
-def edge_programs(weights: str, dtype: torch.dtype):
+def edge_programs(weights: str, dtype: torch.dtype, draft: bool = False):
     """The eager model and its methods in edge dialect: the slow part of an export."""
     toy = Toy(dtype, weights)
     t = Dim("T", min=1, max=CHUNK)
@@ -127,18 +194,18 @@ def edge_programs(weights: str, dtype: torch.dtype):
     r = Dim("R", min=0, max=ROWS)
     n, f, x = torch.arange(3), torch.zeros(3), torch.zeros(3, DIM)
     table = torch.zeros((SLOTS, MAX_PAGES), dtype=torch.int32)
+    calls = {
+        "forward_from_embeddings": ((x, n, n, table, table, n[:2]), (t, t, t, None, None, r)),
+        "decode": ((n, n, n, table, table, f, n, f, n), (d, d, d, None, None, d, d, d, d)),
+    }
     with torch.no_grad():
         programs = {
             "embed_text": _export(EmbedText(), (n,), (t,)),
-            "forward_from_embeddings": _export(
-                Forward(toy), (x, n, n, table, table, n[:2]), (t, t, t, None, None, r)
-            ),
-            "decode": _export(
-                Decode(toy),
-                (n, n, n, table, table, f, n, f, n),
-                (d, d, d, None, None, d, d, d, d),
-            ),
+            "forward_from_embeddings": _export(Forward(toy), *calls["forward_from_embeddings"]),
+            "decode": _export(Decode(toy), *calls["decode"]),
         }
+        if draft:
+            programs |= _draft_programs(toy, calls, t, d)
     edge = to_edge(programs)
     return toy, {name: edge.exported_program(name) for name in programs}
 
@@ -150,16 +217,17 @@ def export_toy(
     share: bool = True,
     without: str = "",
     data: bool = True,
+    draft: bool = False,
     **constants,
 ) -> Toy:
     """Writes model.pte and model.ptd into folder; returns the eager model.
 
-    without: a method or constant to leave out; share: one set of pools for all methods; constants
-    override CONSTANTS.
+    without: a method or constant to leave out; share: one set of pools for all methods; draft: with
+    a draft model; constants override CONSTANTS.
     """
     name = "weights" if weights_id is None else f"weights_{weights_id:016x}"
-    toy, programs = edge_programs(name, dtype)
-    values = {**CONSTANTS, **constants}
+    toy, programs = edge_programs(name, dtype, draft)
+    values = {**CONSTANTS, **(DRAFT_CONSTANTS if draft else {}), **constants}
     if weights_id is not None:
         values["get_weights_id"] = weights_id - (weights_id >> 63 << 64)
     edge = EdgeProgramManager(
