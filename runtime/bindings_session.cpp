@@ -284,6 +284,7 @@ std::vector<std::vector<int64_t>> speculate(Session& s, const std::vector<int64_
 void bind_block_policy(py::module_& m) {
   py::class_<BlockPolicy>(m, "BlockPolicy", "Chooses block lengths: see runtime/block_policy.h.")
       .def(py::init<int64_t>(), py::arg("max_block"))
+      .def("restart", &BlockPolicy::restart)
       .def("choose", &BlockPolicy::choose, py::arg("limit"))
       .def("observe", &BlockPolicy::observe, py::arg("block"), py::arg("accepted"),
            py::arg("seconds"))

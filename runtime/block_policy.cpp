@@ -32,6 +32,13 @@ BlockPolicy::BlockPolicy(int64_t max_block) : max_block_(max_block), next_pause_
   accepted_.resize(static_cast<size_t>(max_block));
 }
 
+void BlockPolicy::restart() {
+  std::fill(tried_.begin(), tried_.end(), 0.0);
+  std::fill(accepted_.begin(), accepted_.end(), 0.0);
+  pause_ = 0;
+  next_pause_ = kMinPause;
+}
+
 int64_t BlockPolicy::choose(int64_t limit) {
   limit = std::min(limit, max_block_);
   if (limit < 2 || costs_[1].count < kTrusted) return 1;
@@ -88,9 +95,11 @@ int64_t BlockPolicy::best(int64_t limit) const {
   for (int64_t block : kLengths) {
     if (block > limit) break;
     const double r = tokens(block) / cost(block);
-    if (!(r > rate)) continue;
-    best = block;
-    rate = r;
+    if (r > rate) {
+      best = block;
+      rate = r;
+    }
+    if (costs_[block].count < kTrusted) break;  // longer ones wait for what this one costs
   }
   return best;
 }

@@ -2,9 +2,9 @@
 // by what passes of each length cost and how many drafts were accepted lately. 1 is plain decoding.
 //
 // Costs are measured as passes go: of each length the cheapest of the last few counts, since noise
-// only makes a pass slower; a length not tried twice yet is taken to cost what the next shorter one
-// does, so that it is tried. When no length beats plain decoding, speculation pauses, and is tried
-// again after 16, 32, ... 256 tokens.
+// only makes a pass slower. A length not tried twice yet is taken to cost what the next shorter one
+// does, so that it is tried, from short to long. When no length beats plain decoding, speculation
+// pauses, and is tried again after 16, 32, ... 256 tokens.
 #pragma once
 
 #include <array>
@@ -18,6 +18,8 @@ class BlockPolicy {
   // Blocks of at most max_block tokens, at least 2 (std::invalid_argument).
   explicit BlockPolicy(int64_t max_block);
 
+  // Forgets what was accepted, for another text, but not what passes cost.
+  void restart();
   // The length of the next block, 1 … min(limit, max_block).
   int64_t choose(int64_t limit);
   // A pass of this length accepted so many drafts and took so long, all told.

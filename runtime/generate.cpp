@@ -17,7 +17,9 @@ double seconds_since(Clock::time_point start) {
 // Counts passes, and chooses the blocks of the next ones.
 class Speculator {
  public:
-  Speculator(const Speculation& how, int64_t max_block) : fixed_(how.block), policy_(max_block) {
+  Speculator(const Speculation& how, int64_t max_block, BlockPolicy& policy)
+      : fixed_(how.block), policy_(policy) {
+    policy_.restart();
     stats.passes_by_block.resize(static_cast<size_t>(max_block + 1));
     stats.passes_by_accepted.resize(static_cast<size_t>(max_block));
   }
@@ -44,7 +46,7 @@ class Speculator {
 
  private:
   int64_t fixed_;
-  BlockPolicy policy_;
+  BlockPolicy& policy_;
 };
 
 }  // namespace
@@ -66,7 +68,7 @@ GenerateResult Session::generate(int64_t slot, const std::vector<int64_t>& ids,
   }
   start = Clock::now();
   std::optional<Speculator> speculator;
-  if (speculation) speculator.emplace(*speculation, limits().draft.block_size);
+  if (speculation) speculator.emplace(*speculation, limits().draft.block_size, *policy_);
   int64_t id = ids.back();
   for (bool go_on = true; go_on && result.decode_tokens < max_new_tokens;) {
     poll();

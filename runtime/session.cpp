@@ -166,6 +166,7 @@ Session::Session(std::shared_ptr<Model> model, std::optional<uint64_t> page_seed
   if (!limits().has_draft())
     bad("draft: expected a model exported with a draft model, found one without");
   draft_ = make_caches(limits(), Network::Draft, page_seed);
+  policy_.emplace(limits().draft.block_size);
 }
 
 int64_t Session::open() {

@@ -57,7 +57,7 @@ struct SpeculationStats {
   int64_t accepted = 0;
   std::vector<int64_t> passes_by_block;     // [block_size + 1]
   std::vector<int64_t> passes_by_accepted;  // [block_size]; of passes with drafts
-  std::vector<double> seconds_by_block;     // [block_size + 1]: the latest cost of a pass, or 0
+  std::vector<double> seconds_by_block;     // [block_size + 1]: the least of the last few, or 0
   PassSeconds seconds;                      // in all
 };
 
@@ -187,7 +187,8 @@ class Session {
   std::shared_ptr<Model> model_;
   Attachment attachment_;
   Caches target_;
-  std::optional<Caches> draft_;  // holds the same tokens as target_, but during a step
+  std::optional<BlockPolicy> policy_;  // with a draft
+  std::optional<Caches> draft_;        // holds the same tokens as target_, but during a step
   std::vector<int64_t> lengths_;
   std::vector<bool> open_;
   std::vector<float> embeds_;

@@ -82,7 +82,7 @@ class SpeculationStats:
     passes: steps of the target; each gave one token and the accepted drafts. drafted, accepted:
     tokens. passes_by_block: by the length of the block, 0 to block_size; 1 is plain decoding.
     passes_by_accepted: of the passes with drafts, by how many were accepted. seconds_by_block: the
-    least recent cost of a pass by length, 0 where there was none. *_seconds: in all.
+    least of the last few passes of each length, 0 where there was none. *_seconds: in all.
     """
 
     passes: int

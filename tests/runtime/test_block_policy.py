@@ -96,6 +96,22 @@ def test_costs_are_the_least_of_the_last_four():
     assert policy.measured() == measured
 
 
+def test_another_text_keeps_the_costs():
+    policy = _C.BlockPolicy(MAX)
+    run(policy, COSTS["linear"], 0.9, 300)
+    measured = policy.measured()
+    assert policy.tokens(2) > 1.8
+    policy.restart()
+    assert policy.measured() == measured and policy.tokens(2) == 1.75
+
+
+def test_lengths_are_tried_from_short_to_long_and_no_further_than_they_pay():
+    policy = _C.BlockPolicy(MAX)
+    _, blocks = run(policy, COSTS["stairs"], 0.78, 200)  # 6 rows and more cost too much
+    assert blocks[:8] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert set(blocks) <= {1, 2, 3, 4, 6}
+
+
 def test_expected_tokens_approach_what_was_seen():
     policy = _C.BlockPolicy(8)
     for _ in range(100):

@@ -108,6 +108,12 @@ def test_blocks_chosen_as_it_goes(rate):
     stats = result.speculation
     assert stats.passes_by_block[1] >= 2 and stats.passes + stats.accepted == 80
     assert stats.seconds_by_block[1] > 0
+    slot = session.open()
+    again = session.generate(slot, ids, 80, speculation=Speculation())
+    assert again.ids == result.ids
+    # What passes cost is known from before.
+    costs = again.speculation.seconds_by_block
+    assert all(costs[b] > 0 for b, n in enumerate(stats.passes_by_block) if n)
 
 
 @pytest.mark.parametrize("page_seed", [None, 1])
