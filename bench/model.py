@@ -199,7 +199,8 @@ def verify(plain: Session, drafting: Session, block: int, path: Path) -> Workloa
     moved = sum(r.weights for r in needs) + keys * needs[0].kv
     flops = 2 * block * sum(r.row_macs + r.head_macs for r in needs)
     ours, theirs = Pass(drafting, block), Pass(plain, 1)
-    beside = Counterpart(PLAIN, theirs.run, torch.Tensor, close=theirs.close)
+    note = "verify-N is a pass of N rows beside a step of one: 1 / ratio is the tokens that pay"
+    beside = Counterpart(PLAIN, theirs.run, torch.Tensor, note=note, close=theirs.close)
     return Workload(f"verify-{block}", ours.run, block, moved, flops, ours.close, beside)
 
 

@@ -20,6 +20,7 @@ from glimmer_ops.lowering.dflash import DraftForward, DraftPrefill, TargetForwar
 from glimmer_ops.lowering.graph import PoolPages, make_pools
 from glimmer_ops.ops import OPS
 from glimmer_ops.program import read_program
+from glimmer_ops.run import plain_token
 from glimmer_ops.session import Sampling, Session, Speculation, load_program
 from glimmer_ops.synth_draft import synth_pair
 
@@ -290,6 +291,23 @@ def test_run_prints_what_was_accepted(block, glimmer, exported_pair, plain):
         how = Speculation(int(block))
         stats = session.generate(session.open(), prompt(), n, speculation=how).speculation
         assert (stats.passes, stats.drafted, stats.accepted) == (passes, drafted, accepted)
+
+
+def test_run_sets_no_speed_beside_a_few_tokens(glimmer, exported_pair):
+    arguments = ("run", "--model", exported_pair("F16"), "--tokens", ids_text(), "--speculate")
+    for n, measured in ((3, False), (40, True)):
+        status, out, _ = glimmer(*arguments, "--max-new-tokens", n)
+        assert status == 0 and f"decode {n} tokens" in out
+        assert ("x the speed of plain decoding" in out) == measured
+
+
+def test_plain_decoding_is_measured_at_the_last_position_too(drafting):
+    session = drafting("F16")
+    slot = session.open()
+    last = session.generate(slot, prompt(600), 41, speculation=Speculation(16)).ids[-1]
+    assert session.length(slot) == session.limits.max_seq_len
+    assert 0 < plain_token(session, slot, last, Sampling()) < 1
+    session.close(slot)
 
 
 def test_run_gives_the_same_ids(glimmer, exported_pair):

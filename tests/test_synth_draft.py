@@ -388,6 +388,8 @@ def test_synth_command_refuses(glimmer, tmp_path):
     args = ("synth", "--preset", "tiny", "--out", target)
     refused(glimmer(*args, "--draft-error-rate", 0.2), "--draft-error-rate: expected --draft-out")
     args = (*args, "--draft-out", draft)
-    refused(glimmer(*args, "--draft-error-rate", 1.5), "error_rate", "found 1.5")
-    refused(glimmer(*args[:-1], target), "draft_path: expected another file")
+    refused(
+        glimmer(*args, "--draft-error-rate", 1.5), "--draft-error-rate: expected 0", "found 1.5"
+    )
+    refused(glimmer(*args[:-1], target), "--draft-out: expected another file than --out")
     assert list(tmp_path.iterdir()) == []

@@ -189,7 +189,9 @@ def synth(
     ] = None,
     draft_error_rate: Annotated[
         float | None,
-        typer.Option(help="Build the two to agree on all but this share of greedy tokens."),
+        typer.Option(
+            help="With --draft-out: agree on all but this share of greedy tokens, 0 to 1."
+        ),
     ] = None,
 ) -> None:
     """Write a valid random Muse Glimmer GGUF, to try everything with no download."""
@@ -198,6 +200,12 @@ def synth(
 
     if draft_error_rate is not None and draft_out is None:
         raise ValueError("--draft-error-rate: expected --draft-out as well")
+    if draft_error_rate is not None and not 0 <= draft_error_rate < 1:
+        raise ValueError(
+            f"--draft-error-rate: expected 0 or greater and below 1, found {draft_error_rate}"
+        )
+    if draft_out is not None and draft_out.resolve() == out.resolve():
+        raise ValueError(f"--draft-out: expected another file than --out, found {draft_out}")
     with _bytes_progress(f"writing {out.name}") as progress:
         if draft_out is None:
             files = [write(out, preset, quant, seed, progress)]
@@ -285,7 +293,8 @@ def run(
         bool, typer.Option("--speculate", help="Draft and verify blocks; the text is the same.")
     ] = False,
     block_length: Annotated[
-        int | None, typer.Option(help="Tokens of a draft block; default: what is fastest.")
+        int | None,
+        typer.Option(help="With --speculate: 2 to 16 tokens a block; default: what is fastest."),
     ] = None,
 ) -> None:
     """Continue a prompt and report prefill and decode speed."""
